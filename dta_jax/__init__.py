@@ -1,0 +1,1 @@
+"""Prefix-sharing training of language models on rollout trees, in JAX."""

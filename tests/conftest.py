@@ -1,0 +1,18 @@
+"""Strict numerics for every test; compiled programs are cached outside the repository."""
+
+import os
+import tempfile
+
+import jax
+import numpy as np
+import pytest
+
+CACHE = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "dta_jax_cache"))
+jax.config.update("jax_compilation_cache_dir", CACHE)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
