@@ -26,6 +26,7 @@ class InputError(ValueError):
 
     def __init__(self, source: object, field: str, *, expected: object, actual: object, hint: str = ""):
         self.source, self.field, self.expected, self.actual = source, field, expected, actual
+        self.hint = hint
         message = f"{source}: {field}: expected {expected}; got {actual}"
         super().__init__(" ".join((f"{message}; {hint}" if hint else message).split()))
 
