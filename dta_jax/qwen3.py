@@ -96,6 +96,8 @@ class Qwen3Config:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
                 raise _bad(name, "a positive number", value)
+        if self.rope_theta <= 1:
+            raise _bad("rope_theta", "above 1", self.rope_theta)
         if self.num_attention_heads % self.num_key_value_heads:
             divisor = f"a divisor of num_attention_heads={self.num_attention_heads}"
             raise _bad("num_key_value_heads", divisor, self.num_key_value_heads)
