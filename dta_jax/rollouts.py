@@ -18,7 +18,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,10 @@ class Rollouts:
             )
         return self.take(np.flatnonzero(np.isin(present, wanted)).tolist())
 
+    def modulo(self, vocab_size: int) -> Rollouts:
+        """The same rollouts with token ids modulo `vocab_size`: real shapes for a small vocabulary."""
+        return replace(self, tokens=self.tokens % np.int32(vocab_size))
+
     def require(self, name: str) -> np.ndarray:
         """An optional array that somebody needs now.
 
@@ -235,7 +239,9 @@ def samples_from_rollouts(
     Raises:
       InputError: a token id is not below `vocab_size`, or a sequence is longer than `max_length`.
     """
-    tokens = rollouts.tokens if vocab_mod is None else rollouts.tokens % np.int32(vocab_mod)
+    if vocab_mod is not None:
+        rollouts = rollouts.modulo(vocab_mod)
+    tokens = rollouts.tokens
     if vocab_size is not None and tokens.max(initial=0) >= vocab_size:
         i = int(np.argmax(tokens >= vocab_size))
         raise InputError(

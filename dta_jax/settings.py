@@ -57,13 +57,21 @@ class HuggingFaceModel:
 
 @dataclass(frozen=True)
 class GroupNormalized:
-    """How rewards become advantages: `dta_jax.advantages.group_normalized`, groups are tasks."""
+    """How rewards become advantages: `dta_jax.advantages.group_normalized`, groups are tasks.
+
+    A "batch" is all rollouts of the run: they are all there before the first step.
+
+    Attributes:
+      mean, std, leave_one_out, unbiased, eps: see there.
+      skip_equal: leave out groups whose advantages are all 0; they have no gradient.
+    """
 
     mean: Scope = "group"
     std: Scope = "group"
     leave_one_out: bool = False
     unbiased: bool = False
     eps: float = 1e-6
+    skip_equal: bool = True
 
     def __post_init__(self) -> None:
         for name in ("mean", "std"):

@@ -1,0 +1,160 @@
+"""Which rollouts a step trains on, and what the loss needs to know of each of their tokens.
+
+Batches are made of whole groups (tasks). The order of an epoch is a permutation drawn from (seed,
+epoch), so batch `step` is a function of the step alone: whoever knows the step knows the data position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dta_jax.advantages import group_normalized
+from dta_jax.aggregation import aggregation_weights
+from dta_jax.errors import InputError
+from dta_jax.rollouts import Rollouts, load_rollouts, samples_from_rollouts
+from dta_jax.settings import RecordedRollouts, Train
+from dta_jax.synthetic import generate_rollouts
+from dta_jax.types import Samples
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """All rollouts of a run, in groups, checked against the model.
+
+    Attributes:
+      rollouts: R rollouts; their token ids are below the vocabulary.
+      groups: int[R_g] per group, its rollouts.
+      advantage: float32[R], or None.
+    """
+
+    rollouts: Rollouts
+    groups: tuple[np.ndarray, ...]
+    advantage: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class BatchOrder:
+    """The order in which groups are trained on.
+
+    Attributes:
+      num_groups: G.
+      batch_groups: groups per batch; the last batch of an epoch may have fewer.
+      seed: of the permutations.
+    """
+
+    num_groups: int
+    batch_groups: int
+    seed: int
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches that go once through all groups."""
+        return -(-self.num_groups // self.batch_groups)
+
+    def groups(self, step: int) -> np.ndarray:
+        """The groups of the batch with which update `step` (from 0) is made."""
+        epoch, batch = divmod(step, self.batches_per_epoch)
+        order = np.random.default_rng([self.seed, epoch]).permutation(self.num_groups)
+        return order[batch * self.batch_groups : (batch + 1) * self.batch_groups]
+
+
+def load_dataset(train: Train, vocab_size: int) -> Dataset:
+    """Reads or generates a run's rollouts, and checks all that could go wrong in a later step.
+
+    Advantages are computed here, from all rollouts of the run at once: they do not depend on batches.
+    Groups whose advantages are all 0 are left out if the settings say so.
+
+    Raises:
+      InputError: see `load_rollouts`, `samples_from_rollouts` and `group_normalized`; or nothing is left to
+        train on, or there are fewer groups than a batch takes.
+    """
+    rollouts = _load(train)
+    # Checks ids and lengths of everything; the result is made again, batch by batch.
+    samples = samples_from_rollouts(rollouts, vocab_size=vocab_size, max_length=train.max_length)
+    if not len(samples.sequence):
+        raise InputError(rollouts.source, "completion_spans", expected="tokens with loss", actual="none")
+    advantage = None
+    if train.advantages is None:
+        group_of = rollouts.task_id if rollouts.task_id is not None else np.arange(rollouts.num_rollouts)
+    else:
+        group_of = rollouts.require("task_id")
+        how = train.advantages
+        advantage = group_normalized(
+            rollouts.require("reward"),
+            group_of,
+            mean=how.mean,
+            std=how.std,
+            leave_one_out=how.leave_one_out,
+            unbiased=how.unbiased,
+            eps=how.eps,
+        ).astype(np.float32)
+    with_loss = np.zeros(rollouts.num_rollouts, bool)
+    with_loss[samples.values["rollout"]] = True
+    groups = [np.flatnonzero((group_of == g) & with_loss) for g in np.unique(group_of[with_loss])]
+    if advantage is not None and train.advantages is not None and train.advantages.skip_equal:
+        groups = [g for g in groups if advantage[g].any()]
+        if not groups:
+            raise InputError(
+                rollouts.source,
+                "reward",
+                expected="a group whose rewards differ",
+                actual="equal rewards in every group",
+                hint="there is nothing to learn from them",
+            )
+    if len(groups) < train.batch_groups:
+        raise InputError(
+            "Train",
+            "batch_groups",
+            expected=f"at most {len(groups)}, the groups in {rollouts.source}",
+            actual=train.batch_groups,
+        )
+    return Dataset(rollouts, tuple(groups), advantage)
+
+
+def make_samples(dataset: Dataset, train: Train, groups: np.ndarray, logprobs: np.ndarray | None) -> Samples:
+    """The samples of some groups, with the values that the loss reads.
+
+    Args:
+      dataset: all rollouts.
+      train: the run's settings.
+      groups: indices into `dataset.groups`.
+      logprobs: float32[sum], log-probabilities of all rollouts' tokens, if the loss reads `old_logp`.
+
+    Returns:
+      Samples with `weight` float32[E] (their sum over losses is the batch's loss) and, as the loss needs
+      them, `advantage`, `old_logp` and `temperature` float32[E].
+    """
+    members = np.concatenate([dataset.groups[g] for g in groups])
+    batch = dataset.rollouts.take(members.tolist())
+    plain = samples_from_rollouts(batch)
+    rollout = members[plain.values["rollout"]]
+    unit = None
+    if train.aggregate.unit == "rollout":
+        first = np.searchsorted(plain.sequence, np.arange(len(plain.sequences)))
+        unit = rollout[first]
+    values = {
+        "weight": aggregation_weights(plain, train.aggregate.kind, divisor=train.aggregate.divisor, unit=unit)
+    }
+    if dataset.advantage is not None:
+        values["advantage"] = dataset.advantage[rollout]
+    if logprobs is not None:
+        values["old_logp"] = logprobs[dataset.rollouts.offsets[rollout] + plain.position]
+    if train.temperature != 1:
+        values["temperature"] = np.full(len(rollout), train.temperature, np.float32)
+    return Samples(plain.sequences, plain.sequence, plain.position, values)
+
+
+def _load(train: Train) -> Rollouts:
+    source = train.rollouts
+    if not isinstance(source, RecordedRollouts):
+        return generate_rollouts(source)
+    rollouts = load_rollouts(source.path)
+    if source.tasks is not None:
+        rollouts = rollouts.select(source.tasks)
+    if source.min_reward is not None:
+        rollouts = rollouts.take(np.flatnonzero(rollouts.require("reward") >= source.min_reward).tolist())
+    if source.vocab_mod is not None:
+        rollouts = rollouts.modulo(source.vocab_mod)
+    return rollouts

@@ -1,0 +1,98 @@
+"""What a run reports: `metrics.jsonl`, one object per step, and a line of progress."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from tqdm import tqdm
+
+from dta_jax.losses import PPOClip, TokenLoss
+
+
+class MetricsLog:
+    """Appends rows to a `metrics.jsonl`; each is in the file when `write` returns.
+
+    Args:
+      path: the file, made if it does not exist.
+      keep_through: rows of later steps are dropped (a resumed run writes them again), and so is a last
+        row that was cut off.
+    """
+
+    def __init__(self, path: Path, *, keep_through: int):
+        kept = [row for row in read_metrics(path) if row["step"] <= keep_through] if path.exists() else []
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        os.replace(partial, path)
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Appends one object."""
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a `metrics.jsonl`, without a last one that was cut off."""
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def policy_metrics(
+    loss: TokenLoss, logp: np.ndarray, entropy: np.ndarray, values: Mapping[str, np.ndarray]
+) -> dict[str, float]:
+    """How the policy looks on a batch's entries, each token counted once per sequence it has loss in.
+
+    With d = logp - old_logp and r = exp(d): `approx_kl` is the mean of r - 1 - d, which estimates
+    KL(old || new) without bias and is never negative (Schulman 2020, "Approximating KL divergence", k3).
+
+    Args:
+      loss: the run's loss.
+      logp, entropy: float32[E], nats.
+      values: the entries' values.
+
+    Returns:
+      `logp_mean` and `entropy_mean`; with `old_logp` also `approx_kl` and `ratio_max`; and for `PPOClip`
+      `clip_fraction`, the share of entries whose ratio is past the bound that stops it.
+    """
+    metrics = {"logp_mean": float(logp.mean()), "entropy_mean": float(entropy.mean())}
+    if "old_logp" in values:
+        d = np.clip(logp - values["old_logp"], -50, 50).astype(np.float64)
+        ratio = np.exp(d)
+        metrics["approx_kl"] = float((ratio - 1 - d).mean())
+        metrics["ratio_max"] = float(ratio.max())
+        if isinstance(loss, PPOClip):
+            rising = (values["advantage"] > 0) & (ratio > 1 + loss.eps_high)
+            falling = (values["advantage"] < 0) & (ratio < 1 - loss.eps_low)
+            metrics["clip_fraction"] = float((rising | falling).mean())
+    return metrics
+
+
+class Progress:
+    """A progress bar: loss, dedupe ratio (flat / tree tokens), flat and tree tokens per second."""
+
+    def __init__(self, *, start: int, steps: int):
+        self._bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, mininterval=0.5)
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        """One step further."""
+        seconds = max(row["seconds"], 1e-9)
+        self._bar.set_postfix_str(
+            f"loss {row['loss']:.4g}, tokens {row['tree_tokens']:,} "
+            f"(x{row['dedupe_ratio']:.1f}), flat {row['flat_tokens'] / seconds:,.0f}/s, "
+            f"tree {row['tree_tokens'] / seconds:,.0f}/s",
+            refresh=False,
+        )
+        self._bar.update()
+
+    def close(self) -> None:
+        """Leaves the last line on the screen."""
+        self._bar.close()
