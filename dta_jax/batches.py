@@ -27,11 +27,31 @@ class Dataset:
       rollouts: R rollouts; their token ids are below the vocabulary.
       groups: int[R_g] per group, its rollouts.
       advantage: float32[R], or None.
+      group_entries: int64[G], tokens with loss in each group, counted per sequence.
+      longest: tokens of the longest sequence.
     """
 
     rollouts: Rollouts
     groups: tuple[np.ndarray, ...]
     advantage: np.ndarray | None
+    group_entries: np.ndarray
+    longest: int
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What one step trains on.
+
+    Attributes:
+      samples: with `weight` float32[E] (the sum of weight * loss is the batch's loss) and, as the loss
+        needs them, `advantage`, `old_logp` and `temperature` float32[E].
+      members: int64[], its rollouts, indices into the dataset's.
+      token_index: int64[E], each entry's token, an index into the dataset's `rollouts.tokens`.
+    """
+
+    samples: Samples
+    members: np.ndarray
+    token_index: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -110,40 +130,37 @@ def load_dataset(train: Train, vocab_size: int) -> Dataset:
             expected=f"at most {len(groups)}, the groups in {rollouts.source}",
             actual=train.batch_groups,
         )
-    return Dataset(rollouts, tuple(groups), advantage)
+    entries = np.bincount(samples.values["rollout"], minlength=rollouts.num_rollouts)
+    longest = max(len(sequence) for sequence in samples.sequences)
+    return Dataset(rollouts, tuple(groups), advantage, np.array([entries[g].sum() for g in groups]), longest)
 
 
-def make_samples(dataset: Dataset, train: Train, groups: np.ndarray, logprobs: np.ndarray | None) -> Samples:
-    """The samples of some groups, with the values that the loss reads.
+def make_batch(dataset: Dataset, train: Train, groups: np.ndarray, logprobs: np.ndarray | None) -> Batch:
+    """The samples of some groups.
 
     Args:
       dataset: all rollouts.
       train: the run's settings.
       groups: indices into `dataset.groups`.
       logprobs: float32[sum], log-probabilities of all rollouts' tokens, if the loss reads `old_logp`.
-
-    Returns:
-      Samples with `weight` float32[E] (their sum over losses is the batch's loss) and, as the loss needs
-      them, `advantage`, `old_logp` and `temperature` float32[E].
     """
     members = np.concatenate([dataset.groups[g] for g in groups])
-    batch = dataset.rollouts.take(members.tolist())
-    plain = samples_from_rollouts(batch)
+    plain = samples_from_rollouts(dataset.rollouts.take(members.tolist()))
     rollout = members[plain.values["rollout"]]
+    token_index = dataset.rollouts.offsets[rollout] + plain.position
     unit = None
     if train.aggregate.unit == "rollout":
-        first = np.searchsorted(plain.sequence, np.arange(len(plain.sequences)))
-        unit = rollout[first]
-    values = {
-        "weight": aggregation_weights(plain, train.aggregate.kind, divisor=train.aggregate.divisor, unit=unit)
-    }
+        unit = rollout[np.searchsorted(plain.sequence, np.arange(len(plain.sequences)))]
+    how = train.aggregate
+    values = {"weight": aggregation_weights(plain, how.kind, divisor=how.divisor, unit=unit)}
     if dataset.advantage is not None:
         values["advantage"] = dataset.advantage[rollout]
     if logprobs is not None:
-        values["old_logp"] = logprobs[dataset.rollouts.offsets[rollout] + plain.position]
+        values["old_logp"] = logprobs[token_index]
     if train.temperature != 1:
         values["temperature"] = np.full(len(rollout), train.temperature, np.float32)
-    return Samples(plain.sequences, plain.sequence, plain.position, values)
+    samples = Samples(plain.sequences, plain.sequence, plain.position, values)
+    return Batch(samples, members, token_index)
 
 
 def _load(train: Train) -> Rollouts:

@@ -87,6 +87,14 @@ def operative_config() -> str:
     return gin.operative_config_str()
 
 
+def changed_bindings(old: str, new: str) -> dict[str, tuple[str, str]]:
+    """What differs between two operative configs: name -> (old value, new value), "none" where absent."""
+    tables = [{b.key: repr(b.value) for b in _parse(text, "operative config")} for text in (old, new)]
+    names = sorted(tables[0].keys() | tables[1].keys())
+    pairs = {name: (tables[0].get(name, "none"), tables[1].get(name, "none")) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
 @dataclass(frozen=True)
 class _Reference:
     """`@name`, `@name()` or `%name` on the right of a binding."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from dta_jax.advantages import SCOPES, Scope
 from dta_jax.aggregation import AGGREGATIONS, Aggregation
@@ -13,6 +12,7 @@ from dta_jax.errors import InputError
 from dta_jax.losses import NLL, PPOClip
 from dta_jax.qwen3 import Qwen3Config
 from dta_jax.synthetic import SyntheticRollouts
+from dta_jax.tree_grad import CHUNK_MULTIPLE, MAX_ODD_CHUNK
 
 Unit: TypeAlias = Literal["completion", "rollout"]
 
@@ -114,7 +114,11 @@ class Planner:
     strategy: str = "packed"
 
     def __post_init__(self) -> None:
-        _check(self, "chunk_size", self.chunk_size >= 1, "at least 1")
+        fits = 1 <= self.chunk_size <= MAX_ODD_CHUNK or (
+            self.chunk_size > 0 and self.chunk_size % CHUNK_MULTIPLE == 0
+        )
+        allowed = f"1 to {MAX_ODD_CHUNK}, or a multiple of {CHUNK_MULTIPLE}"
+        _check(self, "chunk_size", fits, allowed)
 
 
 @dataclass(frozen=True)
@@ -215,24 +219,6 @@ class Train:
             expected = "a way to make them" if self.advantages is None else "None"
             loss = type(self.loss).__name__
             _check(self, "advantages", False, f"{expected}, because {loss} {reads} advantages")
-
-
-# What may differ when a run is taken up again: nothing here changes what a step computes.
-FREE_ON_RESUME: Final = ("Train.steps", "Checkpoints.every", "Checkpoints.keep")
-
-
-def bindings_of(settings: object) -> dict[str, str]:
-    """Settings as a flat table, `{"AdamW.learning_rate": "1e-05", ...}`, to be compared with another."""
-    name = type(settings).__name__
-    table: dict[str, str] = {}
-    for f in dataclasses.fields(settings):  # type: ignore[arg-type]
-        value = getattr(settings, f.name)
-        if dataclasses.is_dataclass(value):
-            table[f"{name}.{f.name}"] = f"@{type(value).__name__}()"
-            table |= bindings_of(value)
-        else:
-            table[f"{name}.{f.name}"] = repr(value)
-    return table
 
 
 def _check(settings: object, name: str, good: bool, expected: str) -> None:

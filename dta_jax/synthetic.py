@@ -6,7 +6,7 @@
 
 Text is a walk over a random graph in which each token has one usual and a few unusual successors, so
 a model can learn it: the entropy of the next token is far below that of the vocabulary. A rollout is
-rewarded if its own choices took the usual successor more often than the median rollout's did.
+rewarded if its completions took the usual successor more often than the median trial of its task did.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def generate_rollouts(spec: SyntheticRollouts) -> Rollouts:
 
     tokens: list[np.ndarray] = []
     spans: list[tuple[int, int, int]] = []
-    usual = np.empty(spec.tasks * spec.trials)
+    usual = np.empty((spec.trials, spec.tasks))
     for i in range(spec.tasks * spec.trials):
         opening, trials = by_task[i % spec.tasks]
         messages = [system, opening]
@@ -87,14 +87,14 @@ def generate_rollouts(spec: SyntheticRollouts) -> Rollouts:
             messages += [turn.completion, turn.reply]
             position += len(turn.completion) + len(turn.reply)
         tokens.append(np.concatenate(messages[:-1]))
-        usual[i] = np.concatenate([turn.usual for turn in trials[i // spec.tasks]]).mean()
+        usual.flat[i] = np.concatenate([turn.usual for turn in trials[i // spec.tasks]]).mean()
     return Rollouts(
         tokens=np.concatenate(tokens).astype(np.int32),
         offsets=np.cumsum([0] + [len(t) for t in tokens], dtype=np.int64),
         completion_spans=np.array(spans, np.int32),
         task_id=np.tile(np.arange(spec.tasks, dtype=np.int32), spec.trials),
         trial=np.repeat(np.arange(spec.trials, dtype=np.int32), spec.tasks),
-        reward=(usual > np.median(usual)).astype(np.float32),
+        reward=(usual > np.median(usual, axis=0)).astype(np.float32).ravel(),
         source="synthetic rollouts",
     )
 

@@ -1,0 +1,48 @@
+"""The optimizer: AdamW behind a clipped gradient, with a warm-up and a cosine decay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+
+from dta_jax.model import Params
+from dta_jax.settings import AdamW
+
+
+def learning_rate(settings: AdamW) -> optax.Schedule:
+    """The rate of update `n` (from 0): up in equal steps to the peak, then half a cosine down, then constant.
+
+    The first update has rate `peak / (warmup + 1)`: none is wasted on a rate of 0.
+    """
+    peak, warmup = settings.learning_rate, settings.warmup_steps
+    if settings.decay_steps is None:
+        after = optax.constant_schedule(peak)
+    else:
+        after = optax.cosine_decay_schedule(peak, settings.decay_steps - warmup, settings.final_fraction)
+    if not warmup:
+        return after
+    return optax.join_schedules([optax.linear_schedule(peak / (warmup + 1), peak, warmup), after], [warmup])
+
+
+def make_optimizer(settings: AdamW) -> optax.GradientTransformation:
+    """AdamW for parameters in the layout of `dta_jax.model`; norms and biases do not decay."""
+    adamw = optax.adamw(
+        learning_rate(settings),
+        b1=settings.b1,
+        b2=settings.b2,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        mask=_matrices,
+    )
+    if settings.clip_norm is None:
+        return adamw
+    return optax.chain(optax.clip_by_global_norm(settings.clip_norm), adamw)
+
+
+def _matrices(params: Params) -> Any:
+    def is_matrix(path: tuple[jax.tree_util.DictKey, ...], _: Any) -> bool:
+        return path[0].key in ("embed", "head") or path[-1].key == "kernel"
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)
