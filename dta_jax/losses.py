@@ -281,12 +281,12 @@ class ValueClip:
         return ("return",) if self.eps is None else ("return", "old_value")
 
     def __call__(self, value: jax.Array, entropy: jax.Array, entry: Entry) -> jax.Array:
-        error = (value - entry["return"]) ** 2
-        if self.eps is None:
-            return error / 2
-        old = entry["old_value"]
-        clipped = (_clip(value, old - self.eps, old + self.eps) - entry["return"]) ** 2
-        return jnp.where(clipped > error, clipped, error) / 2
+        error = value - entry["return"]
+        if self.eps is not None:
+            old = entry["old_value"]
+            clipped = _clip(value, old - self.eps, old + self.eps) - entry["return"]
+            error = jnp.where(jnp.abs(clipped) > jnp.abs(error), clipped, error)
+        return error**2 / 2
 
 
 PolicyLoss: TypeAlias = PolicyGradient | PPOClip | CISPO | SAPO
@@ -336,7 +336,8 @@ def anchor_logp(anchor: Anchor, logp: jax.Array, entry: Entry) -> jax.Array:
 def safe_exp(x: jax.Array) -> jax.Array:
     """exp(x) up to `EXP_LIMIT`, its tangent above: finite, increasing, with a continuous derivative."""
     limit = math.exp(EXP_LIMIT)
-    return jnp.where(x > EXP_LIMIT, limit * (1 + x - EXP_LIMIT), jnp.exp(jnp.minimum(x, EXP_LIMIT)))
+    above = x > EXP_LIMIT
+    return jnp.where(above, limit * (1 + x - EXP_LIMIT), jnp.exp(jnp.where(above, EXP_LIMIT, x)))
 
 
 def log(x: float) -> float:
