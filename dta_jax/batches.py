@@ -6,7 +6,8 @@ epoch), so batch `step` is a function of the step alone: whoever knows the step 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -44,14 +45,20 @@ class Batch:
 
     Attributes:
       samples: with `weight` float32[E] (the sum of weight * loss is the batch's loss) and, as the loss
-        needs them, `advantage`, `old_logp` and `temperature` float32[E].
+        needs them, `advantage`, log-probabilities and `temperature`, float32[E] too.
       members: int64[], its rollouts, indices into the dataset's.
       token_index: int64[E], each entry's token, an index into the dataset's `rollouts.tokens`.
+      unit: int64[E], what counts as one sequence: the completion or the rollout.
     """
 
     samples: Samples
     members: np.ndarray
     token_index: np.ndarray
+    unit: np.ndarray
+
+    def with_values(self, **values: np.ndarray) -> Batch:
+        """The batch with more values, [E] each."""
+        return replace(self, samples=replace(self.samples, values={**self.samples.values, **values}))
 
 
 @dataclass(frozen=True)
@@ -135,32 +142,32 @@ def load_dataset(train: Train, vocab_size: int) -> Dataset:
     return Dataset(rollouts, tuple(groups), advantage, np.array([entries[g].sum() for g in groups]), longest)
 
 
-def make_batch(dataset: Dataset, train: Train, groups: np.ndarray, logprobs: np.ndarray | None) -> Batch:
+def make_batch(
+    dataset: Dataset, train: Train, groups: np.ndarray, logprobs: Mapping[str, np.ndarray]
+) -> Batch:
     """The samples of some groups.
 
     Args:
       dataset: all rollouts.
       train: the run's settings.
       groups: indices into `dataset.groups`.
-      logprobs: float32[sum], log-probabilities of all rollouts' tokens, if the loss reads `old_logp`.
+      logprobs: float32[sum] by name (`old_logp`, ...), log-probabilities of all rollouts' tokens.
     """
     members = np.concatenate([dataset.groups[g] for g in groups])
     plain = samples_from_rollouts(dataset.rollouts.take(members.tolist()))
     rollout = members[plain.values["rollout"]]
     token_index = dataset.rollouts.offsets[rollout] + plain.position
-    unit = None
-    if train.aggregate.unit == "rollout":
-        unit = rollout[np.searchsorted(plain.sequence, np.arange(len(plain.sequences)))]
     how = train.aggregate
-    values = {"weight": aggregation_weights(plain, how.kind, divisor=how.divisor, unit=unit)}
+    unit = rollout if how.unit == "rollout" else plain.sequence
+    of_sequence = unit[np.searchsorted(plain.sequence, np.arange(len(plain.sequences)))]
+    values = {"weight": aggregation_weights(plain, how.kind, divisor=how.divisor, unit=of_sequence)}
+    values |= {name: array[token_index] for name, array in logprobs.items()}
     if dataset.advantage is not None:
         values["advantage"] = dataset.advantage[rollout]
-    if logprobs is not None:
-        values["old_logp"] = logprobs[token_index]
     if train.temperature != 1:
         values["temperature"] = np.full(len(rollout), train.temperature, np.float32)
     samples = Samples(plain.sequences, plain.sequence, plain.position, values)
-    return Batch(samples, members, token_index)
+    return Batch(samples, members, token_index, unit)
 
 
 def _load(train: Train) -> Rollouts:

@@ -28,10 +28,12 @@ from typing import Any, Final, Literal
 import gin
 from gin import config_parser
 
+from dta_jax.composite_losses import BehaviourWeight, OffPolicy, Sum
 from dta_jax.errors import InputError
-from dta_jax.losses import NLL, PPOClip
+from dta_jax.losses import CISPO, NLL, SAPO, EntropyBonus, KLPenalty, PolicyGradient, PPOClip
 from dta_jax.qwen3 import Qwen3Config
 from dta_jax.rope import RopeScaling
+from dta_jax.sequence_losses import SequenceRatio, SequenceSum
 from dta_jax.settings import (
     AdamW,
     Aggregate,
@@ -47,7 +49,9 @@ from dta_jax.synthetic import SyntheticRollouts
 BUILDERS: Final[Mapping[str, type]] = {
     cls.__name__: cls
     for cls in (
-        Train, SyntheticRollouts, RecordedRollouts, Qwen3Config, RopeScaling, HuggingFaceModel, NLL, PPOClip,
+        Train, SyntheticRollouts, RecordedRollouts, Qwen3Config, RopeScaling, HuggingFaceModel,
+        NLL, PolicyGradient, PPOClip, CISPO, SAPO, KLPenalty, EntropyBonus, Sum, OffPolicy, BehaviourWeight,
+        SequenceRatio, SequenceSum,
         GroupNormalized, Aggregate, Planner, AdamW, Checkpoints,
     )
 }  # fmt: skip
@@ -67,11 +71,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     _check_names(bindings)
     _check_types(bindings)
     located = {binding.key: binding.where for binding in bindings}
-    for f in dataclasses.fields(Train):
-        if f.default is f.default_factory is dataclasses.MISSING and f"Train.{f.name}" not in located:
-            raise InputError(
-                path, f"Train.{f.name}", expected=_type_name(_hints(Train)[f.name]), actual="none"
-            )
+    _check_complete(path, bindings)
     gin.clear_config()
     gin.parse_config_files_and_bindings([path], list(overrides))
     try:
@@ -201,6 +201,18 @@ def _check_types(bindings: Sequence[_Binding]) -> None:
                 kind = "" if isinstance(source.value, _Reference) else f" ({type(source.value).__name__})"
                 actual = f"{source.value!r}{kind}"
                 raise InputError(source.where, b.key, expected=_type_name(hint_type), actual=actual)
+
+
+def _check_complete(path: str, bindings: Sequence[_Binding]) -> None:
+    """Whatever is built has a value for each of its fields that has no default."""
+    bound = {b.key for b in bindings}
+    built = {r.name.rsplit("/")[-1] for b in bindings for r in _references(b.value) if r.kind != "%"}
+    for name in sorted(built | {"Train"}):
+        for f in dataclasses.fields(BUILDERS[name]):
+            required = f.default is f.default_factory is dataclasses.MISSING
+            if required and f"{name}.{f.name}" not in bound:
+                expected = _type_name(_hints(BUILDERS[name])[f.name])
+                raise InputError(path, f"{name}.{f.name}", expected=expected, actual="no binding")
 
 
 def _hints(cls: type) -> dict[str, Any]:

@@ -8,10 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
 from tqdm import tqdm
-
-from dta_jax.losses import PPOClip, TokenLoss
 
 
 class MetricsLog:
@@ -44,36 +41,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a `metrics.jsonl`, without a last one that was cut off."""
     text = path.read_text(encoding="utf-8")
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-
-
-def policy_metrics(
-    loss: TokenLoss, logp: np.ndarray, entropy: np.ndarray, values: Mapping[str, np.ndarray]
-) -> dict[str, float]:
-    """How the policy looks on a batch's entries, each token counted once per sequence it has loss in.
-
-    With d = logp - old_logp and r = exp(d): `approx_kl` is the mean of r - 1 - d, which estimates
-    KL(old || new) without bias and is never negative (Schulman 2020, "Approximating KL divergence", k3).
-
-    Args:
-      loss: the run's loss.
-      logp, entropy: float32[E], nats.
-      values: the entries' values.
-
-    Returns:
-      `logp_mean` and `entropy_mean`; with `old_logp` also `approx_kl` and `ratio_max`; and for `PPOClip`
-      `clip_fraction`, the share of entries whose ratio is past the bound that stops it.
-    """
-    metrics = {"logp_mean": float(logp.mean()), "entropy_mean": float(entropy.mean())}
-    if "old_logp" in values:
-        d = np.clip(logp - values["old_logp"], -50, 50).astype(np.float64)
-        ratio = np.exp(d)
-        metrics["approx_kl"] = float((ratio - 1 - d).mean())
-        metrics["ratio_max"] = float(ratio.max())
-        if isinstance(loss, PPOClip):
-            rising = (values["advantage"] > 0) & (ratio > 1 + loss.eps_high)
-            falling = (values["advantage"] < 0) & (ratio < 1 - loss.eps_low)
-            metrics["clip_fraction"] = float((rising | falling).mean())
-    return metrics
 
 
 class Progress:

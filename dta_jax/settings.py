@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from dta_jax.advantages import SCOPES, Scope
 from dta_jax.aggregation import AGGREGATIONS, Aggregation
+from dta_jax.composite_losses import OffPolicy, Sum
 from dta_jax.errors import InputError
-from dta_jax.losses import NLL, PPOClip
+from dta_jax.losses import CISPO, NLL, SAPO, PolicyGradient, PPOClip
 from dta_jax.qwen3 import Qwen3Config
+from dta_jax.sequence_losses import SequenceRatio, SequenceSum
 from dta_jax.synthetic import SyntheticRollouts
 from dta_jax.tree_grad import CHUNK_MULTIPLE, MAX_ODD_CHUNK
 
 Unit: TypeAlias = Literal["completion", "rollout"]
+
+_READABLE: Final = {"weight", "advantage", "old_logp", "prox_logp", "ref_logp"}  # what a run can tell a loss
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,9 @@ class Train:
     Attributes:
       rollouts: the data.
       model: its shape (random weights) or its folder.
-      loss: of one entry.
+      loss: of one entry, or of a batch. `old_logp` is the rollouts' own log-probability, or the starting
+        weights' where they bring none; `ref_logp` is the starting weights'; `prox_logp` is recomputed with
+        the current weights in each step.
       advantages: how rewards become advantages; None for a loss that reads none.
       aggregate: how entries' losses become the batch's.
       optimizer, planner, checkpoints: see there.
@@ -196,7 +202,7 @@ class Train:
 
     rollouts: SyntheticRollouts | RecordedRollouts
     model: Qwen3Config | HuggingFaceModel
-    loss: NLL | PPOClip
+    loss: NLL | PolicyGradient | PPOClip | CISPO | SAPO | OffPolicy | Sum | SequenceRatio | SequenceSum
     advantages: GroupNormalized | None = None
     aggregate: Aggregate = field(default_factory=Aggregate)
     optimizer: AdamW = field(default_factory=AdamW)
@@ -214,6 +220,8 @@ class Train:
         _check(self, "max_length", self.max_length >= 2, "at least 2")
         _check(self, "temperature", 0 < self.temperature < math.inf, "a finite number above 0")
         _check(self, "seed", self.seed >= 0, "at least 0")
+        unknown = set(self.loss.required) - _READABLE
+        _check(self, "loss", not unknown, f"a loss that reads only {', '.join(sorted(_READABLE))}")
         if ("advantage" in self.loss.required) != (self.advantages is not None):
             reads = "reads" if self.advantages is None else "does not read"
             expected = "a way to make them" if self.advantages is None else "None"

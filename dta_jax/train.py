@@ -3,7 +3,7 @@
     DIR/metrics.jsonl          one JSON object per step
     DIR/operative_config.gin   every binding that the run used
     DIR/checkpoints/           the newest states; the same command goes on from the last one
-    DIR/old_logp.npy           log-probabilities under the starting weights, where rollouts bring none
+    DIR/starting_logp.npy      log-probabilities under the starting weights, where the loss reads them
 
 Every random choice is a function of seed and step, and so is the data position: parameters, optimizer
 state and step are the whole state, and a resumed run repeats the uninterrupted one bit for bit.
@@ -15,7 +15,7 @@ import argparse
 import functools
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -29,18 +29,16 @@ from absl import logging as absl_logging
 from dta_jax.batches import Batch, BatchOrder, Dataset, load_dataset, make_batch
 from dta_jax.checkpoint import CheckpointStore
 from dta_jax.config import changed_bindings, load_config, operative_config
+from dta_jax.diagnostics import policy_diagnostics, reward_diagnostics, stop_if_not_finite, token_diagnostics
 from dta_jax.errors import InputError, run_command
 from dta_jax.hf_config import read_config
 from dta_jax.hf_weights import load_params
-from dta_jax.metrics import MetricsLog, Progress, policy_metrics
+from dta_jax.metrics import MetricsLog, Progress
 from dta_jax.model import Params
 from dta_jax.optimizer import learning_rate, make_optimizer
 from dta_jax.qwen3 import Qwen3
-from dta_jax.schedule import compile_forward_schedule, compile_schedule, round_slots
 from dta_jax.settings import HuggingFaceModel, Train
-from dta_jax.tree_grad import HEAD_BLOCK, TreeResult, tree_logprobs, tree_value_and_grad
-from dta_jax.trie import build_trie, entry_rows
-from dta_jax.types import BACK, PUSH, Schedule
+from dta_jax.tree_engine import BatchGradient, TreeEngine
 
 # What may differ when a run is taken up again: nothing here changes what a step computes.
 FREE_ON_RESUME: Final = ("Train.steps", "Checkpoints.every", "Checkpoints.keep")
@@ -62,22 +60,20 @@ class Run:
       model: the model.
       dataset: all rollouts.
       order: which groups each step takes.
+      engine: with buckets that hold every batch.
       optimizer: of the float32 master weights.
-      stack_slots, entry_capacity: buckets that hold every batch, so that no batch compiles anything.
     """
 
     train: Train
     model: Qwen3
     dataset: Dataset
     order: BatchOrder
+    engine: TreeEngine
     optimizer: optax.GradientTransformation
-    stack_slots: int
-    entry_capacity: int
 
-    @property
-    def needs_old_logp(self) -> bool:
-        """Whether the loss compares with the policy that sampled."""
-        return "old_logp" in self.train.loss.required
+    def batch(self, step: int, logprobs: Mapping[str, np.ndarray]) -> Batch:
+        """The batch of a step, from 1."""
+        return make_batch(self.dataset, self.train, self.order.groups(step - 1), logprobs)
 
     def starting_params(self) -> Params:
         """The weights before the first step, float32."""
@@ -86,11 +82,7 @@ class Run:
             params = load_params(source.path, self.model.config)
         else:
             params = jax.jit(self.model.init)(jax.random.key(self.train.seed))
-        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
-
-
-class NonFinite(ArithmeticError):
-    """A loss or gradient that is not finite; the weights are those of the step before."""
+        return cast(params, "float32")
 
 
 def prepare(train: Train) -> Run:
@@ -104,38 +96,22 @@ def prepare(train: Train) -> Run:
     else:
         config = train.model
     dataset = load_dataset(train, config.vocab_size)
-    chunk = train.planner.chunk_size
-    largest = np.sort(dataset.group_entries)[-train.batch_groups :].sum()
-    run = Run(
-        train=train,
-        model=Qwen3(config),
-        dataset=dataset,
-        order=BatchOrder(len(dataset.groups), train.batch_groups, train.seed),
-        optimizer=make_optimizer(train.optimizer),
-        stack_slots=round_slots(dataset.longest + chunk),
-        entry_capacity=round_slots(int(largest) + HEAD_BLOCK),
+    engine = TreeEngine.for_batches(
+        Qwen3(config),
+        chunk_size=train.planner.chunk_size,
+        strategy=train.planner.strategy,
+        longest=dataset.longest,
+        entries=int(np.sort(dataset.group_entries)[-train.batch_groups :].sum()),
     )
-    plan(run, make_batch(dataset, train, run.order.groups(0), None))
+    order = BatchOrder(len(dataset.groups), train.batch_groups, train.seed)
+    run = Run(train, Qwen3(config), dataset, order, engine, make_optimizer(train.optimizer))
+    engine.plan(run.batch(1, {}).samples)
     return run
 
 
-def plan(run: Run, batch: Batch) -> Schedule:
-    """The batch's trie, and the schedule that runs it."""
-    samples, planner = batch.samples, run.train.planner
-    trie = build_trie(samples.sequences)
-    return compile_schedule(
-        trie,
-        entry_rows(trie, samples.sequence, samples.position),
-        chunk_size=planner.chunk_size,
-        strategy=planner.strategy,
-        stack_slots=run.stack_slots,
-    )
-
-
-@functools.partial(jax.jit, static_argnames="dtype")
 def cast(params: Params, dtype: str) -> Params:
-    """The weights in the dtype that they are computed with."""
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    """The weights in the dtype that they are computed with; what has it already is not copied."""
+    return jax.tree.map(lambda leaf: leaf if leaf.dtype == dtype else leaf.astype(dtype), params)
 
 
 @functools.partial(jax.jit, static_argnames="optimizer", donate_argnames="state")
@@ -149,140 +125,111 @@ global_norm = jax.jit(optax.global_norm)
 
 
 def train_step(
-    run: Run, state: State, step: int, logprobs: np.ndarray | None
+    run: Run, state: State, step: int, logprobs: Mapping[str, np.ndarray], out: Path
 ) -> tuple[State, dict[str, Any]]:
     """Update `step` (from 1): gradient over the batch's tree, then the optimizer.
 
+    Args:
+      run: the run.
+      state: its arrays are donated.
+      step: which batch.
+      logprobs: float32[sum] by name, log-probabilities that do not change.
+      out: where a batch that breaks the run is written.
+
     Returns:
-      The new state (the old one is donated) and the step's row of metrics.
+      The new state and the step's row of metrics.
 
     Raises:
-      NonFinite: before the optimizer is applied.
+      NonFiniteError: before the optimizer is applied.
     """
     began = time.perf_counter()
     train = run.train
-    batch = make_batch(run.dataset, train, run.order.groups(step - 1), logprobs)
-    schedule = plan(run, batch)
-    planned = time.perf_counter()
+    batch = run.batch(step, logprobs)
+    params = cast(state.params, run.model.config.dtype)
+    if "prox_logp" in train.loss.required:
+        prox, _ = run.engine.logprobs(params, batch.samples)
+        batch = batch.with_values(prox_logp=prox)
+    found = run.engine.value_and_grad(params, batch.samples, train.loss, batch.unit)
+    norm = float(jax.device_get(global_norm(found.grads)))
+    stop_if_not_finite(
+        step,
+        batch.samples,
+        scalars={"loss": found.loss, "grad_norm": norm},
+        entries={"logp": found.logp, "entropy": found.entropy},
+        grads=found.grads,
+        replay_dir=out,
+    )
     with jax.transfer_guard("disallow"):
-        result = tree_value_and_grad(
-            run.model,
-            cast(state.params, run.model.config.dtype),
-            schedule,
-            batch.samples.values,
-            train.loss,
-            entry_capacity=run.entry_capacity,
-        )
-        norm = global_norm(result.grads)
-    loss, norm, executed = jax.device_get((result.loss, norm, result.outputs.executed))
-    if not (np.isfinite(loss) and np.isfinite(norm)):
-        raise NonFinite(f"step {step}: loss {loss}, grad_norm {norm}; the optimizer was not applied")
-    _check_executed(schedule, executed)
-    with jax.transfer_guard("disallow"):
-        state = jax.block_until_ready(update(run.optimizer, state, result.grads))
-    seconds = time.perf_counter() - began
-    rate = learning_rate(train.optimizer)(step - 1)
+        state = jax.block_until_ready(update(run.optimizer, state, found.grads))
     row = {
         "step": step,
-        "loss": float(loss),
-        "seconds": seconds,
-        "plan_seconds": planned - began,
-        "grad_norm": float(norm),
-        "learning_rate": float(rate),
+        "loss": found.loss,
+        "seconds": time.perf_counter() - began,
+        "grad_norm": norm,
+        "learning_rate": float(learning_rate(train.optimizer)(step - 1)),
         "epoch": (step - 1) // run.order.batches_per_epoch,
     }
-    return state, row | _batch_metrics(run, batch, result)
+    return state, row | _batch_metrics(run, batch, found)
 
 
-def _check_executed(schedule: Schedule, executed: np.ndarray) -> None:
-    """The device ran the rows that the schedule says, each once."""
-    rows = np.diff(schedule.offset)
-    planned = [int(rows[schedule.kind == kind].sum()) for kind in (PUSH, BACK)]
-    if executed[[PUSH, BACK]].tolist() != planned or planned[1] != schedule.trie.num_rows:
-        raise RuntimeError(f"rows executed by PUSH, BACK: planned {planned}, run {executed.tolist()}")
-
-
-def _batch_metrics(run: Run, batch: Batch, result: TreeResult) -> dict[str, Any]:
-    """Counts of tokens, logical, in the tree and executed; and how the policy looks on them."""
-    schedule, samples = result.schedule, batch.samples
-    flat = sum(len(sequence) for sequence in samples.sequences)
-    row: dict[str, Any] = {
+def _batch_metrics(run: Run, batch: Batch, found: BatchGradient) -> dict[str, Any]:
+    """Tokens, logical, in the tree and executed; rewards; and how the policy looks on the batch."""
+    schedule, samples = found.schedule, batch.samples
+    row: dict[str, Any] = token_diagnostics(samples, schedule)
+    row |= {
         "rollouts": len(batch.members),
         "sequences": len(samples.sequences),
-        "flat_tokens": flat,
-        "tree_tokens": schedule.trie.num_rows,
-        "loss_tokens": len(samples.sequence),
-        "dedupe_ratio": flat / schedule.trie.num_rows,
+        "dedupe_ratio": row["flat_tokens"] / row["tree_tokens"],
         "backward_tokens_executed": schedule.backward_tokens_executed,
         "forward_tokens_executed": schedule.forward_tokens_executed,
-        "backs": int((schedule.kind == BACK).sum()),
-        "pushes": int((schedule.kind == PUSH).sum()),
     }
-    if run.dataset.rollouts.reward is not None:
-        row["reward_mean"] = float(run.dataset.rollouts.reward[batch.members].mean())
-    return row | policy_metrics(run.train.loss, result.logp, result.entropy, samples.values)
+    rewards, advantages = run.dataset.rollouts.reward, run.dataset.advantage
+    if rewards is not None and advantages is not None:
+        groups = run.dataset.rollouts.require("task_id")[batch.members]
+        row |= reward_diagnostics(rewards[batch.members], advantages[batch.members], groups)
+    elif rewards is not None:
+        row["reward_mean"] = float(rewards[batch.members].mean())
+    return row | policy_diagnostics(run.train.loss, found.logp, found.entropy, samples.values, batch.unit)
 
 
-def score(run: Run, params: Params, steps: Iterable[int], logprobs: np.ndarray) -> np.ndarray:
-    """Fills in log-probabilities of the tokens with loss in the batches of some steps.
+def fixed_logprobs(run: Run, out: Path) -> dict[str, np.ndarray]:
+    """Those log-probabilities that the loss reads and no step changes, float32[sum] by name.
 
-    Args:
-      run: the run.
-      params: the policy's weights, float32.
-      steps: steps, from 1.
-      logprobs: float32[sum]; not changed.
-    """
-    logprobs, train = logprobs.copy(), run.train
-    params = cast(params, run.model.config.dtype)
-    for step in steps:
-        batch = make_batch(run.dataset, train, run.order.groups(step - 1), None)
-        samples = batch.samples
-        trie = build_trie(samples.sequences)
-        schedule = compile_forward_schedule(
-            trie,
-            entry_rows(trie, samples.sequence, samples.position),
-            chunk_size=train.planner.chunk_size,
-            stack_slots=run.stack_slots,
-        )
-        logprobs[batch.token_index], _ = tree_logprobs(
-            run.model,
-            params,
-            schedule,
-            temperature=samples.values.get("temperature"),
-            entry_capacity=run.entry_capacity,
-        )
-    return logprobs
-
-
-def old_logprobs(run: Run, out: Path) -> np.ndarray | None:
-    """Log-probabilities of the policy that sampled: the rollouts' own, else the starting weights'.
+    `old_logp` is the rollouts' own, or, where they bring none, that of the starting weights. `ref_logp` is
+    that of the starting weights.
 
     A group is always scored together with the other groups of its batch in the first epoch, so what it
     gets does not depend on how often the run was interrupted or made longer.
     """
-    if not run.needs_old_logp:
-        return None
-    rollouts = run.dataset.rollouts
-    if rollouts.logprobs is not None:
-        return rollouts.logprobs
-    file = out / "old_logp.npy"
-    known = np.full(rollouts.tokens.size, np.nan, np.float32)
-    if file.exists():
-        known = np.load(file, allow_pickle=False)
-        if known.shape != rollouts.tokens.shape or known.dtype != np.float32:
-            expected = f"float32[{rollouts.tokens.size}], one per token of {rollouts.source}"
-            actual = f"{known.dtype}{list(known.shape)}"
-            raise InputError(file, "array", expected=expected, actual=actual)
-    missing = []
+    recorded = run.dataset.rollouts.logprobs
+    needed = [name for name in ("old_logp", "ref_logp") if name in run.train.loss.required]
+    own = {"old_logp": recorded} if "old_logp" in needed and recorded is not None else {}
+    if len(own) == len(needed):
+        return own
+    file, size = out / "starting_logp.npy", run.dataset.rollouts.tokens.size
+    known = _load_logprobs(file, size) if file.exists() else np.full(size, np.nan, np.float32)
+    params = None
     for step in range(1, min(run.train.steps, run.order.batches_per_epoch) + 1):
-        batch = make_batch(run.dataset, run.train, run.order.groups(step - 1), None)
+        batch = run.batch(step, {})
         if np.isnan(known[batch.token_index]).any():
-            missing.append(step)
-    if missing:
-        known = score(run, run.starting_params(), missing, known)
-        partial = out / ".old_logp.partial.npy"
+            if params is None:
+                params = cast(run.starting_params(), run.model.config.dtype)
+            known[batch.token_index], _ = run.engine.logprobs(params, batch.samples)
+    if params is not None:
+        partial = out / ".starting_logp.partial.npy"
         np.save(partial, known)
         os.replace(partial, file)
+    return {name: own.get(name, known) for name in needed}
+
+
+def _load_logprobs(file: Path, size: int) -> np.ndarray:
+    try:
+        known = np.load(file, allow_pickle=False)
+    except (OSError, EOFError, ValueError) as error:
+        raise InputError(file, "file", expected="a whole .npy file", actual=error) from None
+    if known.shape != (size,) or known.dtype != np.float32:
+        actual = f"{known.dtype}{list(known.shape)}"
+        raise InputError(file, "array", expected=f"float32[{size}], one per token", actual=actual)
     return known
 
 
@@ -320,13 +267,13 @@ def run_training(
             check_unchanged(out / "checkpoints" / str(start), store.run(start)["config"], config_text)
         state = _first_state(run, store, start)
         (out / "operative_config.gin").write_text(config_text, encoding="utf-8")
-        logprobs = old_logprobs(run, out)
+        logprobs = fixed_logprobs(run, out)
         log, progress = MetricsLog(out / "metrics.jsonl", keep_through=start), None
         rows = []
         try:
             progress = Progress(start=min(start, train.steps), steps=train.steps)
             for step in range(start + 1, train.steps + 1):
-                state, row = train_step(run, state, step, logprobs)
+                state, row = train_step(run, state, step, logprobs, out)
                 log.write(row)
                 progress.update(row)
                 rows.append(row)
