@@ -24,6 +24,11 @@ PUSH: Final = 0  # operation: forward pass; the rows with a slot are written to 
 BACK: Final = 1  # operation: forward pass and vjp of a chunk; its rows leave the stack
 
 
+def accumulator_dtype(dtype: np.typing.DTypeLike) -> np.dtype:
+    """What sums, softmax statistics and losses are kept in: float32, or float64 for float64 models."""
+    return np.dtype(np.float64) if np.dtype(dtype) == np.float64 else np.dtype(np.float32)
+
+
 @dataclass(frozen=True)
 class Samples:
     """Token sequences with loss on some of their tokens, before any sharing.

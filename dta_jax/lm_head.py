@@ -1,0 +1,94 @@
+"""Log-probability and entropy of tokens under an LM head, in row blocks, with a vjp written by hand.
+
+For hidden state h, head W, temperature T and token y, with z = W h / T and p = softmax(z):
+
+    logp    = z_y - logsumexp(z)
+    entropy = logsumexp(z) - sum_v p_v z_v
+    d logp / dz    = onehot(y) - p
+    d entropy / dz = -p (log p + entropy)
+
+`evaluate_block` gives both and keeps the log-probabilities of one block, [B, V]; `pull_block` takes the
+cotangents back to h and W. The tree engine runs the two with the loss between them, block by block, so
+nothing of size E x V exists. `logprob_entropy` is the same as one differentiable function.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dta_jax.types import accumulator_dtype
+
+
+class HeadBlock(NamedTuple):
+    """What `evaluate_block` found: logp [B], entropy [B], and log p [B, V] of every token."""
+
+    logp: jax.Array
+    entropy: jax.Array
+    log_p: jax.Array
+
+
+def evaluate_block(h: jax.Array, head: jax.Array, token: jax.Array, temperature: jax.Array) -> HeadBlock:
+    """Log-probability and entropy of B rows.
+
+    Args:
+      h: [B, D] hidden states; products run in their dtype and are summed in float32 at least.
+      head: [V, D].
+      token: int32[B], below V.
+      temperature: float[B], above 0; logits are divided by it.
+    """
+    acc = accumulator_dtype(h.dtype)
+    logits = jnp.einsum("bd,vd->bv", h, head.astype(h.dtype), preferred_element_type=acc)
+    logits = logits / temperature.astype(acc)[:, None]
+    log_p = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    logp = jnp.take_along_axis(log_p, token[:, None], axis=-1)[:, 0]
+    return HeadBlock(logp, -(jnp.exp(log_p) * log_p).sum(axis=-1), log_p)
+
+
+def pull_block(
+    block: HeadBlock,
+    h: jax.Array,
+    head: jax.Array,
+    token: jax.Array,
+    temperature: jax.Array,
+    d_logp: jax.Array,
+    d_entropy: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The vjp of `evaluate_block`: cotangents of its logp [B] and entropy [B] -> dh [B, D], d_head [V, D].
+
+    Both results are in the accumulator's dtype; rows with zero cotangents add exactly nothing.
+    """
+    p = jnp.exp(block.log_p)
+    hit = jnp.arange(head.shape[0], dtype=token.dtype) == token[:, None]
+    dz = d_logp[:, None] * (hit.astype(p.dtype) - p)
+    dz = dz - d_entropy[:, None] * p * (block.log_p + block.entropy[:, None])
+    dz = (dz / temperature.astype(p.dtype)[:, None]).astype(h.dtype)
+    dh = jnp.einsum("bv,vd->bd", dz, head.astype(h.dtype), preferred_element_type=p.dtype)
+    return dh, jnp.einsum("bv,bd->vd", dz, h, preferred_element_type=p.dtype)
+
+
+@jax.custom_vjp
+def logprob_entropy(
+    h: jax.Array, head: jax.Array, token: jax.Array, temperature: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability [B] and entropy [B] of `evaluate_block`, differentiable in h and head."""
+    block = evaluate_block(h, head, token, temperature)
+    return block.logp, block.entropy
+
+
+def _logprob_entropy_fwd(
+    h: jax.Array, head: jax.Array, token: jax.Array, temperature: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], tuple]:
+    return logprob_entropy(h, head, token, temperature), (h, head, token, temperature)
+
+
+def _logprob_entropy_bwd(saved: tuple, cotangents: tuple[jax.Array, jax.Array]) -> tuple:
+    h, head, token, temperature = saved
+    block = evaluate_block(h, head, token, temperature)
+    dh, d_head = pull_block(block, h, head, token, temperature, *cotangents)
+    return dh.astype(h.dtype), d_head.astype(head.dtype), None, None
+
+
+logprob_entropy.defvjp(_logprob_entropy_fwd, _logprob_entropy_bwd)

@@ -1,0 +1,393 @@
+"""Exact losses and gradients over a prefix tree: each shared token is computed once.
+
+`tree_value_and_grad` interprets a schedule. Its two kinds of operation are two jitted steps that the host
+dispatches one after the other, without waiting for any:
+
+    PUSH   h, K, V of some rows, written to their slots of the stack
+    BACK   the same forward pass; then the loss of the rows' entries and its vjp. The rows first take over
+           the cotangents which later rows left at their slots; what they owe to their own context they
+           add at its slots.
+
+Log-probabilities of a row's token come from the hidden state of its parent, which is one of the rows
+or on the stack. Only rows with entries go through the LM head, in blocks.
+
+Losses that are sums over entries (`dta_jax.losses`) take one pass. For any other function of the entries'
+log-probabilities, call `tree_logprobs`, take the function's gradient, and give it back as the
+cotangents of a linear loss (`dta_jax.sequence_losses`); that is exact too.
+
+Compiled programs depend on the model, the loss, and the buckets (chunk and push widths, S, entry
+capacity), never on the trie. Source: AReaL-DTA, arXiv 2602.00482; the order of execution is ours
+(`dta_jax.schedule`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dta_jax import segment
+from dta_jax.errors import InputError
+from dta_jax.lm_head import HeadBlock, evaluate_block, pull_block
+from dta_jax.model import DecoderModel, Params, head_weights
+from dta_jax.schedule import OpOperands, operands, round_slots
+from dta_jax.segment import Rows, Stack
+from dta_jax.types import BACK, NO_SLOT, PUSH, Schedule, accumulator_dtype
+
+LossFn: TypeAlias = Callable[[jax.Array, jax.Array, Mapping[str, jax.Array]], jax.Array]
+
+HEAD_BLOCK: Final = 256  # rows that go through the LM head together
+MAX_ODD_CHUNK: Final = 512  # larger chunks must be multiples of CHUNK_MULTIPLE
+CHUNK_MULTIPLE: Final = 128
+
+
+class Entries(NamedTuple):
+    """All entries of a batch on the device, in the order of evaluation, padded to the capacity.
+
+    token, source: int32[E']: the entry's token, the key whose hidden state predicts it.
+    values: float[E'] each; holds at least `weight` and `temperature`.
+    """
+
+    token: jax.Array
+    source: jax.Array
+    values: dict[str, jax.Array]
+
+
+class Outputs(NamedTuple):
+    """What is collected: logp, entropy, token_loss (unweighted) [E'], the loss [], rows run by kind [2]."""
+
+    logp: jax.Array
+    entropy: jax.Array
+    token_loss: jax.Array
+    loss: jax.Array
+    executed: jax.Array
+
+
+class Op(NamedTuple):
+    """One operation on the device: its rows, how many are real, and its range of entries, all int32."""
+
+    rows: Rows
+    num_rows: jax.Array
+    start: jax.Array
+    stop: jax.Array
+
+
+class Back(NamedTuple):
+    """What BACK steps carry from one to the next; donated, so updated in place."""
+
+    stack: Stack
+    cotangents: Stack
+    grads: Params
+    outputs: Outputs
+
+
+@dataclass(frozen=True)
+class TreeResult:
+    """Loss and gradients of a batch.
+
+    Attributes:
+      loss: float[], `sum_e weight[e] * loss(e)`.
+      grads: float32 (float64 for float64 models), in the layout of the parameters.
+      outputs: everything that was collected, on the device, in the schedule's order.
+      schedule: what was run.
+    """
+
+    grads: Params
+    outputs: Outputs
+    schedule: Schedule
+
+    @property
+    def loss(self) -> jax.Array:
+        return self.outputs.loss
+
+    @property
+    def logp(self) -> np.ndarray:
+        """[E] log-probability of each entry, in the caller's order. Waits for the device."""
+        return in_callers_order(self.outputs.logp, self.schedule)
+
+    @property
+    def entropy(self) -> np.ndarray:
+        """[E] entropy of each entry's distribution, in the caller's order. Waits for the device."""
+        return in_callers_order(self.outputs.entropy, self.schedule)
+
+    @property
+    def token_loss(self) -> np.ndarray:
+        """[E] loss of each entry before its weight, in the caller's order. Waits for the device."""
+        return in_callers_order(self.outputs.token_loss, self.schedule)
+
+
+def tree_value_and_grad(
+    model: DecoderModel,
+    params: Params,
+    schedule: Schedule,
+    values: Mapping[str, np.ndarray],
+    loss_fn: LossFn,
+    *,
+    entry_capacity: int = 0,
+) -> TreeResult:
+    """The loss `sum_e weight[e] * loss_fn(logp_e, entropy_e, values_e)` and its exact gradient.
+
+    Args:
+      model: hashable; equal models share compiled programs.
+      params: parameters in the layout of `dta_jax.model`.
+      schedule: from `compile_schedule`, with BACK operations for every row.
+      values: float[E] arrays by name, in the order of the entries that the schedule was compiled for:
+        `weight` (required), `temperature` (default 1), and whatever `loss_fn` reads.
+      loss_fn: hashable; (logp [], entropy [], {name: []}) -> loss [] of one entry.
+      entry_capacity: E', to keep compiled shapes; 0 rounds the number of entries up.
+
+    Returns:
+      `TreeResult`; nothing has been waited for.
+
+    Raises:
+      InputError: a chunk size that does not fit, values that are missing or of another length.
+    """
+    entries, ops = _prepare(model, params, schedule, values, entry_capacity)
+    carry = _start(model, params, len(entries.token), *_geometry(schedule))
+    for kind, op in ops:
+        if kind == PUSH:
+            stack, outputs = push_step(
+                model, params, (carry.stack, carry.outputs), op, entries, schedule.stack_slots
+            )
+            carry = carry._replace(stack=stack, outputs=outputs)
+        else:
+            carry = back_step(model, loss_fn, params, carry, op, entries, schedule.stack_slots)
+    return TreeResult(carry.grads, carry.outputs, schedule)
+
+
+def tree_logprobs(
+    model: DecoderModel,
+    params: Params,
+    schedule: Schedule,
+    *,
+    temperature: np.ndarray | None = None,
+    entry_capacity: int = 0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probability and entropy of every entry; forward only, each token once.
+
+    Args:
+      model, params, entry_capacity: as in `tree_value_and_grad`.
+      schedule: from `compile_forward_schedule`.
+      temperature: float[E], above 0; None for 1.
+
+    Returns:
+      logp [E] and entropy [E] on the host, in the caller's order.
+    """
+    if (schedule.kind == BACK).any():
+        raise InputError("schedule", "kind", expected="PUSH operations only", actual="BACK among them")
+    values = {} if temperature is None else {"temperature": temperature}
+    entries, ops = _prepare(
+        model, params, schedule, values | {"weight": np.ones(len(schedule.entry))}, entry_capacity
+    )
+    stack, outputs = _start_forward(model, params, len(entries.token), *_geometry(schedule))
+    for _, op in ops:
+        stack, outputs = push_step(model, params, (stack, outputs), op, entries, schedule.stack_slots)
+    return in_callers_order(outputs.logp, schedule), in_callers_order(outputs.entropy, schedule)
+
+
+def in_callers_order(collected: jax.Array, schedule: Schedule) -> np.ndarray:
+    """[E'] in order of evaluation, on the device -> [E] in the order of the caller's entries, on the host."""
+    result = np.empty(len(schedule.entry), collected.dtype)
+    result[schedule.entry] = np.asarray(collected)[: len(schedule.entry)]
+    return result
+
+
+@functools.partial(jax.jit, static_argnames=("model", "first"), donate_argnames="carry")
+def push_step(
+    model: DecoderModel, params: Params, carry: tuple[Stack, Outputs], op: Op, entries: Entries, first: int
+) -> tuple[Stack, Outputs]:
+    """PUSH: runs the rows, evaluates entries if they have any, and writes their state to their slots."""
+    stack, outputs = carry
+    h, stack, _ = segment.run(model, params, stack, op.rows, first)
+    head = head_weights(params)
+
+    def body(block: _Block, outputs: Outputs) -> Outputs:
+        found, _ = block.evaluate(stack.h, head)
+        return block.store(outputs, logp=found.logp, entropy=found.entropy)
+
+    outputs = _for_entries(op, entries, body, outputs)
+    own = slice(first, first + len(op.rows.slot))
+    at = op.rows.slot
+    stack = Stack(
+        stack.k.at[:, :, at].set(stack.k[:, :, own], mode="drop", unique_indices=True),
+        stack.v.at[:, :, at].set(stack.v[:, :, own], mode="drop", unique_indices=True),
+        stack.h.at[at].set(h, mode="drop", unique_indices=True),
+    )
+    return stack, outputs._replace(executed=outputs.executed.at[PUSH].add(op.num_rows))
+
+
+@functools.partial(jax.jit, static_argnames=("model", "loss_fn", "first"), donate_argnames="carry")
+def back_step(
+    model: DecoderModel,
+    loss_fn: LossFn,
+    params: Params,
+    carry: Back,
+    op: Op,
+    entries: Entries,
+    first: int,
+) -> Back:
+    """BACK: takes over the rows' cotangents, runs the rows and their entries, and pulls everything back."""
+    stack, cotangents, grads, outputs = carry
+    own, cotangents = _take(cotangents, op.rows.slot, first)
+    _, stack, residuals = segment.run(model, params, stack, op.rows, first)
+    head, head_name = head_weights(params), "head" if "head" in params else "embed"
+
+    def body(block: _Block, state: tuple) -> tuple:
+        dh, d_head, outputs = state
+        found, h = block.evaluate(stack.h, head)
+        per_entry = jax.vmap(jax.value_and_grad(loss_fn, argnums=(0, 1)))
+        token_loss, (d_logp, d_entropy) = per_entry(found.logp, found.entropy, block.values)
+        weight = block.values["weight"].astype(token_loss.dtype)
+        d_logp, d_entropy = (jnp.where(block.real, weight * d, 0) for d in (d_logp, d_entropy))
+        dh_rows, d_head_block = pull_block(
+            found, h, head, block.token, block.values["temperature"], d_logp, d_entropy
+        )
+        outputs = block.store(outputs, logp=found.logp, entropy=found.entropy, token_loss=token_loss)
+        total = outputs.loss + jnp.where(block.real, weight * token_loss, 0).sum()
+        return dh.at[block.source].add(dh_rows), d_head + d_head_block, outputs._replace(loss=total)
+
+    dh, d_head, outputs = _for_entries(op, entries, body, (cotangents.h, grads[head_name], outputs))
+    own = own._replace(h=own.h + lax.dynamic_slice_in_dim(dh, first, len(op.rows.slot)))
+    grads, cotangents = segment.pull(
+        model,
+        params,
+        grads | {head_name: d_head},
+        stack,
+        cotangents._replace(h=dh),
+        own,
+        op.rows,
+        residuals,
+        first,
+    )
+    outputs = outputs._replace(executed=outputs.executed.at[BACK].add(op.num_rows))
+    return Back(stack, cotangents, grads, outputs)
+
+
+def _take(cotangents: Stack, slot: jax.Array, first: int) -> tuple[Stack, Stack]:
+    """Reads the cotangents at the rows' slots, and clears them there and behind the slots."""
+    width = len(slot)
+    own = Stack(
+        cotangents.k.at[:, :, slot].get(mode="fill", fill_value=0),
+        cotangents.v.at[:, :, slot].get(mode="fill", fill_value=0),
+        cotangents.h.at[slot].get(mode="fill", fill_value=0),
+    )
+    behind = slice(first, first + width)
+    rest = Stack(
+        cotangents.k.at[:, :, slot].set(0, mode="drop").at[:, :, behind].set(0),
+        cotangents.v.at[:, :, slot].set(0, mode="drop").at[:, :, behind].set(0),
+        cotangents.h.at[slot].set(0, mode="drop").at[behind].set(0),
+    )
+    return own, rest
+
+
+class _Block(NamedTuple):
+    """HEAD_BLOCK entries, of which those with `real` belong to the operation that runs."""
+
+    at: jax.Array
+    real: jax.Array
+    token: jax.Array
+    source: jax.Array
+    values: dict[str, jax.Array]
+
+    def evaluate(self, h: jax.Array, head: jax.Array) -> tuple[HeadBlock, jax.Array]:
+        rows = h[self.source]
+        return evaluate_block(rows, head, self.token, self.values["temperature"]), rows
+
+    def store(self, outputs: Outputs, **found: jax.Array) -> Outputs:
+        def put(old: jax.Array, new: jax.Array) -> jax.Array:
+            kept = lax.dynamic_slice_in_dim(old, self.at, len(new))
+            return lax.dynamic_update_slice_in_dim(
+                old, jnp.where(self.real, new.astype(old.dtype), kept), self.at, 0
+            )
+
+        return outputs._replace(**{name: put(getattr(outputs, name), new) for name, new in found.items()})
+
+
+def _for_entries(op: Op, entries: Entries, body: Callable[[_Block, Any], Any], state: Any) -> Any:
+    """Runs `body` on each block of the operation's entries."""
+
+    def step(carry: tuple) -> tuple:
+        at, state = carry
+        token, source, values = jax.tree.map(
+            lambda a: lax.dynamic_slice_in_dim(a, at, min(HEAD_BLOCK, len(a))), entries
+        )
+        real = at + jnp.arange(len(token), dtype=jnp.int32) < op.stop
+        # Entries of other operations may have sources that are not there: read row 0 in their place.
+        return at + len(token), body(_Block(at, real, token, jnp.where(real, source, 0), values), state)
+
+    return lax.while_loop(lambda carry: carry[0] < op.stop, step, (op.start, state))[1]
+
+
+def _geometry(schedule: Schedule) -> tuple[int]:
+    return (segment.num_keys(schedule.stack_slots, schedule.chunk_size),)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "capacity", "keys"))
+def _start_forward(model: DecoderModel, params: Params, capacity: int, keys: int) -> tuple[Stack, Outputs]:
+    stack = segment.empty_stack(model, params, keys)
+    zeros = jnp.zeros(capacity, accumulator_dtype(stack.h.dtype))
+    return stack, Outputs(zeros, zeros, zeros, zeros[0], jnp.zeros(2, jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnames=("model", "capacity", "keys"))
+def _start(model: DecoderModel, params: Params, capacity: int, keys: int) -> Back:
+    stack, outputs = _start_forward(model, params, capacity, keys)
+    return Back(stack, segment.zero_cotangents(stack), segment.zero_gradients(params), outputs)
+
+
+def _prepare(
+    model: DecoderModel, params: Params, schedule: Schedule, values: Mapping[str, np.ndarray], capacity: int
+) -> tuple[Entries, Iterator[tuple[int, Op]]]:
+    """Checks the input, and puts entries and operations on the device (operations as they are asked for)."""
+    C, E = schedule.chunk_size, len(schedule.entry)
+    if C > MAX_ODD_CHUNK and C % CHUNK_MULTIPLE:
+        raise InputError(
+            "schedule",
+            "chunk_size",
+            expected=f"at most {MAX_ODD_CHUNK}, or a multiple of {CHUNK_MULTIPLE}",
+            actual=C,
+            hint=f"set chunk_size = {-(-C // CHUNK_MULTIPLE) * CHUNK_MULTIPLE}",
+        )
+    if schedule.trie.num_rows and int(schedule.trie.token.max()) >= model.vocab_size:
+        raise InputError(
+            "tokens", "id", expected=f"below vocab_size={model.vocab_size}", actual=schedule.trie.token.max()
+        )
+    if "weight" not in values:
+        raise InputError("entries", "weight", expected="one number per entry", actual=sorted(values))
+    for name, value in values.items():
+        if len(value) != E:
+            raise InputError("entries", name, expected=f"{E} values, one per entry", actual=len(value))
+    capacity = capacity or round_slots(E + HEAD_BLOCK)
+    if capacity < E + HEAD_BLOCK:
+        raise InputError("entries", "entry_capacity", expected=f"at least {E + HEAD_BLOCK}", actual=capacity)
+    all_ops = list(operands(schedule))
+    source = np.concatenate([op.entry_source for op in all_ops] or [np.zeros(0, np.int32)])
+    token = schedule.trie.token[schedule.entry_row[schedule.entry]]
+    full = {"temperature": np.ones(E)} | dict(values)
+    acc = accumulator_dtype(params["embed"].dtype)
+
+    def place(array: np.ndarray) -> jax.Array:
+        wide = acc if np.issubdtype(array.dtype, np.floating) else array.dtype
+        return jax.device_put(np.concatenate([array, np.ones(capacity - E)]).astype(wide))
+
+    entries = Entries(
+        place(token), place(source), {name: place(v[schedule.entry]) for name, v in full.items()}
+    )
+    keys = segment.num_keys(schedule.stack_slots, C)
+    return entries, ((op.kind, _device_op(op, keys)) for op in all_ops)
+
+
+def _device_op(op: OpOperands, keys: int) -> Op:
+    """Pads the mask to all keys; slots that do not exist point behind them, where writes are dropped."""
+    pad = (0, keys - len(op.q_start))
+    slot = np.where(op.slot == NO_SLOT, keys + np.arange(op.width, dtype=np.int32), op.slot)
+    rows = Rows(
+        *jax.device_put((op.token, op.position, slot, np.pad(op.q_start, pad), np.pad(op.q_end, pad)))
+    )
+    return Op(rows, *jax.device_put((np.int32(op.count), np.int32(op.entry_start), np.int32(op.entry_stop))))
