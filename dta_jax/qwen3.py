@@ -25,7 +25,8 @@ import jax.numpy as jnp
 
 from dta_jax.errors import InputError
 from dta_jax.model import LayerParams, Params
-from dta_jax.rope import RopeScaling, rotate, wide_dtype
+from dta_jax.rope import RopeScaling, rotate
+from dta_jax.types import accumulator_dtype
 
 FAMILIES: Final = ("qwen3", "qwen2", "llama")
 DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
@@ -147,7 +148,7 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.dtype(self.param_dtype))
-        wide = wide_dtype(x.dtype)
+        wide = accumulator_dtype(x.dtype)
         x = x.astype(wide)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
         return (scale.astype(wide) * x).astype(self.dtype)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dta_jax.errors import InputError
+from dta_jax.types import accumulator_dtype
 
 ROPE_FIELDS: Final = {  # rope_type -> the fields that it reads
     "linear": ("factor",),
@@ -144,11 +145,6 @@ def _yarn_attention_factor(scaling: RopeScaling) -> float:
     return grown(1.0)
 
 
-def wide_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype for what must not be rounded: float64 for float64, float32 for all others."""
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
-
-
 def rotate(x: jax.Array, position: jax.Array, theta: float, scaling: RopeScaling | None) -> jax.Array:
     """Turns every pair of coordinates by its angle, in float32 at least.
 
@@ -160,7 +156,7 @@ def rotate(x: jax.Array, position: jax.Array, theta: float, scaling: RopeScaling
     Returns:
       [C, heads, head_dim] in x's dtype.
     """
-    wide = wide_dtype(x.dtype)
+    wide = accumulator_dtype(x.dtype)
     frequency, factor = frequencies(x.shape[-1], theta, scaling)
     angle = position.astype(wide)[:, None, None] * jnp.asarray(frequency, wide)
     cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor

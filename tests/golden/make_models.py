@@ -1,7 +1,7 @@
 """Writes the golden models: `python -m tests.golden.make_models` (needs torch and transformers).
 
 Each folder holds a tiny random model as transformers saves it, and `expected.npz`: tokens, the logits
-that transformers computes, and loss and gradients (by parameter name) of `tests.causal.ppo_loss`.
+that transformers computes, and loss and gradients (by parameter name) of `tests.ppo.ppo_loss`.
 """
 
 import shutil

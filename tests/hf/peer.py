@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from tests.causal import PPO_CLIP
+from tests.ppo import CLIP
 
 CONFIGS = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
 
@@ -34,14 +34,14 @@ def logits(model: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
 def ppo_gradients(
     model: PreTrainedModel, tokens: np.ndarray, advantage: np.ndarray, old_logp: np.ndarray
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """The loss of `causal.ppo_loss` and its gradient by parameter name."""
+    """The loss of `tests.ppo.ppo_loss` and its gradient by parameter name."""
     model.zero_grad()
     ids = torch.tensor(tokens, dtype=torch.long)
     log_probs = torch.log_softmax(model(ids[None]).logits[0, :-1].float(), dim=-1)
     logp = log_probs.gather(1, ids[1:, None])[:, 0]
     ratio = torch.exp(logp - torch.tensor(old_logp))
     weight = torch.tensor(advantage)
-    loss = -torch.minimum(ratio * weight, ratio.clamp(1 - PPO_CLIP, 1 + PPO_CLIP) * weight).mean()
+    loss = -torch.minimum(ratio * weight, ratio.clamp(1 - CLIP, 1 + CLIP) * weight).mean()
     loss.backward()
     return loss.item(), {name: p.grad.float().numpy() for name, p in model.named_parameters()}
 

@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dta_jax.hf_weights import load_model, plan_tensors, save_folder
-from tests.causal import logits, ppo_loss
+from dta_jax.reference import dense_logits
 from tests.hf import peer
+from tests.ppo import ppo_loss
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e6}
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}
@@ -96,7 +97,7 @@ def test_logits_agree_at_every_length(case, rng):
     model, params = load_model(folder)
     for length in LENGTHS:
         tokens = tokens_of(model, length, rng)
-        ours = jax.jit(logits, static_argnums=0)(model, params, tokens)
+        ours = jax.jit(dense_logits, static_argnums=0)(model, params, tokens)
         np.testing.assert_allclose(ours, peer.logits(theirs, tokens), rtol=0, atol=1e-4)
 
 
@@ -105,7 +106,7 @@ def test_ppo_gradients_agree(case, rng):
     model, params = load_model(folder)
     tokens = tokens_of(model, 150, rng)
     advantage = rng.standard_normal(149).astype(np.float32)
-    log_probs = jax.nn.log_softmax(logits(model, params, tokens)[:-1])
+    log_probs = jax.nn.log_softmax(dense_logits(model, params, tokens)[:-1])
     logp = np.take_along_axis(np.asarray(log_probs), tokens[1:, None], axis=1)[:, 0]
     old_logp = (logp + 0.2 * rng.standard_normal(149)).astype(np.float32)
     loss, gradients = jax.jit(jax.value_and_grad(ppo_loss, argnums=1), static_argnums=0)(
@@ -134,7 +135,7 @@ def test_bf16_is_as_close_to_float32_as_theirs(case, rng):
         folder, dtype=torch.bfloat16, attn_implementation="eager"
     )
     their_error = np.linalg.norm(peer.logits(their_half, tokens) - exact)
-    our_error = np.linalg.norm(np.asarray(logits(half, half_params, tokens), np.float32) - exact)
+    our_error = np.linalg.norm(np.asarray(dense_logits(half, half_params, tokens), np.float32) - exact)
     assert 0 < our_error <= 1.1 * their_error
 
 
