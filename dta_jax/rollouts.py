@@ -135,7 +135,7 @@ class Rollouts:
                 self.source,
                 "task_id",
                 expected=f"rollouts of task {missing[0]}",
-                actual=f"tasks {present.min(initial=0)} .. {present.max(initial=0)}",
+                actual=f"tasks {present.min()} .. {present.max()}" if present.size else "no rollouts",
             )
         return self.take(np.flatnonzero(np.isin(present, wanted)).tolist())
 
@@ -172,15 +172,13 @@ def load_rollouts(path: str | os.PathLike[str]) -> Rollouts:
       InputError: the file is missing, damaged or not an `.npz`, or an array breaks a rule of `Rollouts`.
     """
     source = os.fspath(path)
-    arrays: dict[str, np.ndarray] = {}
     try:
-        with np.load(source, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
+        with open(source, "rb") as file:
+            archive = np.load(file, allow_pickle=False)
+            if isinstance(archive, np.ndarray):
                 raise InputError(source, "file", expected="an .npz archive", actual="a single .npy array")
             names = archive.files
-            for name in _ARRAYS:
-                if name in names:
-                    arrays[name] = archive[name]
+            arrays = {name: archive[name] for name in _ARRAYS if name in names}
     except InputError:
         raise
     except FileNotFoundError:
