@@ -9,7 +9,7 @@ attention can do; `attention="dense"` is the one to trust.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -17,11 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dta_jax import memory
 from dta_jax.attention import attend, attend_dense
 from dta_jax.lm_head import evaluate_block, logprob_entropy
 from dta_jax.model import DecoderModel, LayerParams, Params, head_weights
 from dta_jax.segment import zero_gradients
-from dta_jax.tree_grad import HEAD_BLOCK, LossFn
+from dta_jax.tree_grad import LossFn
+from dta_jax.tree_inputs import HEAD_BLOCK
 from dta_jax.types import Samples, accumulator_dtype
 
 Attention: TypeAlias = Literal["dense", "blockwise"]
@@ -91,16 +93,41 @@ def dense_value_and_grad(
     acc = accumulator_dtype(params["embed"].dtype)
     grads, loss = zero_gradients(params), jnp.zeros((), acc)
     logp, entropy = np.zeros(len(samples.sequence), acc), np.zeros(len(samples.sequence), acc)
+    for mine, batch in _one_by_one(samples, pad_to, acc):
+        loss, grads, found = _add_sequence(model, loss_fn, params, loss, grads, *batch, attention, remat)
+        logp[mine], entropy[mine] = (np.asarray(a)[: len(mine)] for a in found)
+    return DenseResult(loss, grads, logp, entropy)
+
+
+def peak_bytes(
+    model: DecoderModel,
+    params: Params,
+    samples: Samples,
+    loss_fn: LossFn,
+    *,
+    attention: Attention = "dense",
+    remat: bool = False,
+    pad_to: int = 1,
+) -> int:
+    """Peak bytes of the largest program that `dense_value_and_grad` would run; arguments as there."""
+    acc = accumulator_dtype(params["embed"].dtype)
+    start = jax.ShapeDtypeStruct((), acc), jax.eval_shape(zero_gradients, params)
+    return max(
+        memory.peak_bytes(
+            _add_sequence.lower(model, loss_fn, params, *start, *batch, attention, remat).compile()
+        )
+        for _, batch in _one_by_one(samples, pad_to, acc)
+    )
+
+
+def _one_by_one(samples: Samples, pad_to: int, acc: np.dtype) -> Iterator[tuple[np.ndarray, tuple]]:
+    """Each sequence that has entries: their indices, and its arrays."""
     by_sequence = np.argsort(samples.sequence, kind="stable")
     bounds = np.searchsorted(samples.sequence[by_sequence], np.arange(len(samples.sequences) + 1))
     for i, sequence in enumerate(samples.sequences):
         mine = by_sequence[bounds[i] : bounds[i + 1]]
-        if not len(mine):
-            continue
-        batch = _padded(sequence, samples.position[mine], samples.values, mine, pad_to, acc)
-        loss, grads, found = _add_sequence(model, loss_fn, params, loss, grads, *batch, attention, remat)
-        logp[mine], entropy[mine] = (np.asarray(a)[: len(mine)] for a in found)
-    return DenseResult(loss, grads, logp, entropy)
+        if len(mine):
+            yield mine, _padded(sequence, samples.position[mine], samples.values, mine, pad_to, acc)
 
 
 def _padded(

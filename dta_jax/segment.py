@@ -49,8 +49,8 @@ class Rows(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What `pull` needs of `run`: inputs x [L, W, D] of the layers, attention outputs and log-sum-exps,
-    and the last layer's output [W, D]."""
+    """What `pull` needs of `run`: inputs x [L, W, D] of the layers, attention outputs [L, W, H, d] and
+    log-sum-exps, and the last layer's output [W, D]."""
 
     x: jax.Array
     out: jax.Array
@@ -96,7 +96,7 @@ def run(
     """
     plan, settings = _plan(model, stack, rows)
 
-    def body(carry: tuple, xs: tuple[LayerParams, jax.Array]) -> tuple:
+    def body(carry: tuple, xs: tuple[LayerParams, jax.Array]) -> tuple[tuple, tuple]:
         x, k_stack, v_stack = carry
         layer, l = xs
         q, k, v = model.qkv(layer, x, rows.position)
@@ -106,10 +106,10 @@ def run(
 
     index = jnp.arange(model.num_layers, dtype=jnp.int32)
     start = (params["embed"][rows.token], stack.k, stack.v)
-    (last, k, v), (x, out, lse) = lax.scan(body, start, (params["layers"], index))
+    (last, k, v), (xs, outs, lses) = lax.scan(body, start, (params["layers"], index))
     h = model.final(params["final"], last)
     stack = Stack(k, v, lax.dynamic_update_slice_in_dim(stack.h, h, first, 0))
-    return h, stack, Residuals(x, out, lse, last)
+    return h, stack, Residuals(xs, outs, lses, last)
 
 
 def pull(

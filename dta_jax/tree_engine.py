@@ -16,7 +16,8 @@ from dta_jax.losses import TokenLoss, check_required
 from dta_jax.model import DecoderModel, Params
 from dta_jax.schedule import compile_forward_schedule, compile_schedule, round_slots
 from dta_jax.sequence_losses import Injected, SequenceLoss, entry_cotangents
-from dta_jax.tree_grad import HEAD_BLOCK, TreeResult, tree_logprobs, tree_value_and_grad
+from dta_jax.tree_grad import TreeResult, tree_logprobs, tree_value_and_grad
+from dta_jax.tree_inputs import HEAD_BLOCK
 from dta_jax.trie import build_trie, entry_rows
 from dta_jax.types import BACK, PUSH, Samples, Schedule
 

@@ -23,9 +23,9 @@ capacity), never on the trie. Source: AReaL-DTA, arXiv 2602.00482; the order of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -36,27 +36,11 @@ from dta_jax import segment
 from dta_jax.errors import InputError
 from dta_jax.lm_head import HeadBlock, evaluate_block, pull_block
 from dta_jax.model import DecoderModel, Params, head_weights
-from dta_jax.schedule import OpOperands, operands, round_slots
-from dta_jax.segment import Rows, Stack
-from dta_jax.types import BACK, NO_SLOT, PUSH, Schedule, accumulator_dtype
+from dta_jax.segment import Stack, num_keys
+from dta_jax.tree_inputs import HEAD_BLOCK, Entries, Op, prepare
+from dta_jax.types import BACK, PUSH, Schedule, accumulator_dtype
 
 LossFn: TypeAlias = Callable[[jax.Array, jax.Array, Mapping[str, jax.Array]], jax.Array]
-
-HEAD_BLOCK: Final = 256  # rows that go through the LM head together
-MAX_ODD_CHUNK: Final = 512  # larger chunks must be multiples of CHUNK_MULTIPLE
-CHUNK_MULTIPLE: Final = 128
-
-
-class Entries(NamedTuple):
-    """All entries of a batch on the device, in the order of evaluation, padded to the capacity.
-
-    token, source: int32[E']: the entry's token, the key whose hidden state predicts it.
-    values: float[E'] each; holds at least `weight` and `temperature`.
-    """
-
-    token: jax.Array
-    source: jax.Array
-    values: dict[str, jax.Array]
 
 
 class Outputs(NamedTuple):
@@ -67,15 +51,6 @@ class Outputs(NamedTuple):
     token_loss: jax.Array
     loss: jax.Array
     executed: jax.Array
-
-
-class Op(NamedTuple):
-    """One operation on the device: its rows, how many are real, and its range of entries, all int32."""
-
-    rows: Rows
-    num_rows: jax.Array
-    start: jax.Array
-    stop: jax.Array
 
 
 class Back(NamedTuple):
@@ -148,8 +123,8 @@ def tree_value_and_grad(
     Raises:
       InputError: a chunk size that does not fit, values that are missing or of another length.
     """
-    entries, ops = _prepare(model, params, schedule, values, entry_capacity)
-    carry = _start(model, params, len(entries.token), *_geometry(schedule))
+    entries, ops = prepare(model, params, schedule, values, entry_capacity)
+    carry = start(model, params, len(entries.token), num_keys(schedule.stack_slots, schedule.chunk_size))
     for kind, op in ops:
         if kind == PUSH:
             stack, outputs = push_step(
@@ -182,10 +157,11 @@ def tree_logprobs(
     if (schedule.kind == BACK).any():
         raise InputError("schedule", "kind", expected="PUSH operations only", actual="BACK among them")
     values = {} if temperature is None else {"temperature": temperature}
-    entries, ops = _prepare(
+    entries, ops = prepare(
         model, params, schedule, values | {"weight": np.ones(len(schedule.entry))}, entry_capacity
     )
-    stack, outputs = _start_forward(model, params, len(entries.token), *_geometry(schedule))
+    keys = num_keys(schedule.stack_slots, schedule.chunk_size)
+    stack, outputs = start_forward(model, params, len(entries.token), keys)
     for _, op in ops:
         stack, outputs = push_step(model, params, (stack, outputs), op, entries, schedule.stack_slots)
     return in_callers_order(outputs.logp, schedule), in_callers_order(outputs.entropy, schedule)
@@ -324,70 +300,14 @@ def _for_entries(op: Op, entries: Entries, body: Callable[[_Block, Any], Any], s
     return lax.while_loop(lambda carry: carry[0] < op.stop, step, (op.start, state))[1]
 
 
-def _geometry(schedule: Schedule) -> tuple[int]:
-    return (segment.num_keys(schedule.stack_slots, schedule.chunk_size),)
-
-
 @functools.partial(jax.jit, static_argnames=("model", "capacity", "keys"))
-def _start_forward(model: DecoderModel, params: Params, capacity: int, keys: int) -> tuple[Stack, Outputs]:
+def start_forward(model: DecoderModel, params: Params, capacity: int, keys: int) -> tuple[Stack, Outputs]:
     stack = segment.empty_stack(model, params, keys)
     zeros = jnp.zeros(capacity, accumulator_dtype(stack.h.dtype))
     return stack, Outputs(zeros, zeros, zeros, zeros[0], jnp.zeros(2, jnp.int32))
 
 
 @functools.partial(jax.jit, static_argnames=("model", "capacity", "keys"))
-def _start(model: DecoderModel, params: Params, capacity: int, keys: int) -> Back:
-    stack, outputs = _start_forward(model, params, capacity, keys)
+def start(model: DecoderModel, params: Params, capacity: int, keys: int) -> Back:
+    stack, outputs = start_forward(model, params, capacity, keys)
     return Back(stack, segment.zero_cotangents(stack), segment.zero_gradients(params), outputs)
-
-
-def _prepare(
-    model: DecoderModel, params: Params, schedule: Schedule, values: Mapping[str, np.ndarray], capacity: int
-) -> tuple[Entries, Iterator[tuple[int, Op]]]:
-    """Checks the input, and puts entries and operations on the device (operations as they are asked for)."""
-    C, E = schedule.chunk_size, len(schedule.entry)
-    if C > MAX_ODD_CHUNK and C % CHUNK_MULTIPLE:
-        raise InputError(
-            "schedule",
-            "chunk_size",
-            expected=f"at most {MAX_ODD_CHUNK}, or a multiple of {CHUNK_MULTIPLE}",
-            actual=C,
-            hint=f"set chunk_size = {-(-C // CHUNK_MULTIPLE) * CHUNK_MULTIPLE}",
-        )
-    if schedule.trie.num_rows and int(schedule.trie.token.max()) >= model.vocab_size:
-        raise InputError(
-            "tokens", "id", expected=f"below vocab_size={model.vocab_size}", actual=schedule.trie.token.max()
-        )
-    if "weight" not in values:
-        raise InputError("entries", "weight", expected="one number per entry", actual=sorted(values))
-    for name, value in values.items():
-        if len(value) != E:
-            raise InputError("entries", name, expected=f"{E} values, one per entry", actual=len(value))
-    capacity = capacity or round_slots(E + HEAD_BLOCK)
-    if capacity < E + HEAD_BLOCK:
-        raise InputError("entries", "entry_capacity", expected=f"at least {E + HEAD_BLOCK}", actual=capacity)
-    all_ops = list(operands(schedule))
-    source = np.concatenate([op.entry_source for op in all_ops] or [np.zeros(0, np.int32)])
-    token = schedule.trie.token[schedule.entry_row[schedule.entry]]
-    full = {"temperature": np.ones(E)} | dict(values)
-    acc = accumulator_dtype(params["embed"].dtype)
-
-    def place(array: np.ndarray) -> jax.Array:
-        wide = acc if np.issubdtype(array.dtype, np.floating) else array.dtype
-        return jax.device_put(np.concatenate([array, np.ones(capacity - E)]).astype(wide))
-
-    entries = Entries(
-        place(token), place(source), {name: place(v[schedule.entry]) for name, v in full.items()}
-    )
-    keys = segment.num_keys(schedule.stack_slots, C)
-    return entries, ((op.kind, _device_op(op, keys)) for op in all_ops)
-
-
-def _device_op(op: OpOperands, keys: int) -> Op:
-    """Pads the mask to all keys; slots that do not exist point behind them, where writes are dropped."""
-    pad = (0, keys - len(op.q_start))
-    slot = np.where(op.slot == NO_SLOT, keys + np.arange(op.width, dtype=np.int32), op.slot)
-    rows = Rows(
-        *jax.device_put((op.token, op.position, slot, np.pad(op.q_start, pad), np.pad(op.q_end, pad)))
-    )
-    return Op(rows, *jax.device_put((np.int32(op.count), np.int32(op.entry_start), np.int32(op.entry_stop))))

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dta_jax.errors import InputError
-from dta_jax.types import NO_PARENT, Trie
+from dta_jax.types import NO_PARENT, Samples, Trie
 
 MAX_TOKEN = np.iinfo(np.int32).max
 
@@ -123,6 +123,29 @@ def entry_rows(trie: Trie, sequence: np.ndarray, position: np.ndarray) -> np.nda
         wanted = np.asarray(position, np.int64)[far] * trie.num_rows + tail[far]
         rows[far] = by_depth[np.searchsorted(key, wanted, side="right") - 1]
     return rows.astype(np.int32)
+
+
+def leafize(trie: Trie, samples: Samples) -> Samples:
+    """Drops every sequence that is a prefix of another; its entries go to a sequence that continues it.
+
+    Loss and gradients stay the same, entry by entry and in the same order: a causal model gives a token
+    the same log-probability whatever follows it.
+
+    Args:
+      trie: the trie of `samples.sequences`.
+      samples: N sequences, E entries.
+
+    Returns:
+      Samples with one sequence per leaf of the trie.
+    """
+    is_leaf = trie.subtree_end[trie.tail] == trie.tail + 1
+    leaf_rows, kept = np.unique(trie.tail[is_leaf], return_index=True)
+    kept = np.flatnonzero(is_leaf)[kept]
+    rows = entry_rows(trie, samples.sequence, samples.position)
+    sequence = np.searchsorted(leaf_rows, rows)  # the first leaf at or after a row is below it
+    return Samples(
+        [samples.sequences[i] for i in kept], sequence.astype(np.int32), samples.position, samples.values
+    )
 
 
 def _checked(index: int, sequence: np.ndarray | Sequence[int]) -> np.ndarray:

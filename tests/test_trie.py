@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dta_jax.errors import InputError
-from dta_jax.trie import build_trie, entry_rows
-from dta_jax.types import NO_PARENT
+from dta_jax.trie import build_trie, entry_rows, leafize
+from dta_jax.types import NO_PARENT, Samples
 from tests.naive import naive_trie, path_rows
 
 FIELDS = ("token", "parent", "depth", "subtree_end", "tail")
@@ -112,3 +112,18 @@ def test_bad_sequences_are_one_clear_line(sequence, message):
 def test_positions_outside_their_sequence_are_refused(position):
     with pytest.raises(InputError, match=r"position of entry 1: expected 0 <= position <= 1; got "):
         entry_rows(build_trie([[1, 2], [1, 3, 4]]), np.array([1, 0]), np.array([2, position]))
+
+
+@given(sequences_strategy)
+def test_leaves_carry_the_entries_of_their_prefixes(sequences):
+    arrays = [np.array(s, np.int32) for s in sequences]
+    pairs = [(i, p) for i, s in enumerate(arrays) for p in range(1, len(s))]
+    sequence, position = np.array(pairs, np.int32).reshape(-1, 2).T
+    trie = build_trie(arrays)
+    leaves = leafize(trie, Samples(arrays, sequence, position, {"n": np.arange(len(pairs))}))
+    as_tuples = {tuple(s.tolist()) for s in arrays}
+    want = {s for s in as_tuples if not any(o != s and o[: len(s)] == s for o in as_tuples)}
+    assert sorted(tuple(s.tolist()) for s in leaves.sequences) == sorted(want)
+    assert leaves.values["n"].tolist() == list(range(len(pairs)))
+    for (i, p), leaf, at in zip(pairs, leaves.sequence, leaves.position, strict=True):
+        assert leaves.sequences[leaf][: at + 1].tolist() == arrays[i][: p + 1].tolist()

@@ -1,0 +1,59 @@
+"""How much memory the steps take, as the compiler counts it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from dta_jax.model import DecoderModel, Params
+from dta_jax.segment import num_keys
+from dta_jax.tree_grad import LossFn, back_step, push_step, start
+from dta_jax.tree_inputs import prepare
+from dta_jax.types import PUSH, Schedule
+
+
+def step_memory(
+    model: DecoderModel,
+    params: Params,
+    schedule: Schedule,
+    values: Mapping[str, np.ndarray],
+    loss_fn: LossFn,
+    *,
+    entry_capacity: int = 0,
+) -> dict[tuple[int, int], int]:
+    """Peak bytes of each program that the schedule runs, as the compiler counts them; runs nothing.
+
+    Args: as in `tree_value_and_grad`; of `params`, shapes are enough.
+
+    Returns:
+      {(kind, width): bytes}: parameters, stack, cotangents, gradients, entries, results and temporaries.
+    """
+    entries, ops = prepare(model, params, schedule, values, entry_capacity)
+    keys = num_keys(schedule.stack_slots, schedule.chunk_size)
+    carry = jax.eval_shape(functools.partial(start, model, capacity=len(entries.token), keys=keys), params)
+    found: dict[tuple[int, int], int] = {}
+    for kind, op in ops:
+        if (kind, len(op.rows.token)) in found:
+            continue
+        S = schedule.stack_slots
+        if kind == PUSH:
+            lowered = push_step.lower(model, params, (carry.stack, carry.outputs), op, entries, S)
+        else:
+            lowered = back_step.lower(model, loss_fn, params, carry, op, entries, S)
+        found[kind, len(op.rows.token)] = peak_bytes(lowered.compile())
+    return found
+
+
+def peak_bytes(compiled: jax.stages.Compiled) -> int:
+    """Arguments, results that are not arguments donated, and temporaries of a compiled program, bytes."""
+    memory = compiled.memory_analysis()
+    assert memory is not None, "this backend does not count memory"
+    return int(
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
