@@ -103,11 +103,11 @@ def ppo(batch: Batch) -> complex:
     )
 
 
-def ppo_dual_clip(batch: Batch) -> complex:
+def ppo_dual_clip(batch: Batch, c: float = 1.5) -> complex:
     def term(o: Sequence, t: int) -> complex:
         r, a = np.exp(o.logp[t] - o.old[t]), o.advantage[t]
         single = clipped_objective(r, a, 0.2, 0.2)
-        return larger(single, 1.5 * a) if a < 0 else single
+        return larger(single, c * a) if a < 0 else single
 
     return -token_mean(batch, term)
 
@@ -135,12 +135,12 @@ def grpo_k2(batch: Batch) -> complex:
     return ppo(batch) + 0.3 * token_mean(batch, lambda o, t: 0.5 * (o.logp[t] - o.ref[t]) ** 2)
 
 
-def dr_grpo(batch: Batch) -> complex:
-    """GRPO without the length in the denominator; a fixed budget of 16 tokens in its place."""
+def dr_grpo(batch: Batch, budget: int = 16) -> complex:
+    """GRPO without the length in the denominator; a fixed budget of tokens in its place."""
     total = 0
     for o in batch:
         for t in range(len(o)):
-            total += clipped_objective(np.exp(o.logp[t] - o.old[t]), o.advantage[t], 0.2, 0.2) / 16
+            total += clipped_objective(np.exp(o.logp[t] - o.old[t]), o.advantage[t], 0.2, 0.2) / budget
     return -total / len(batch)
 
 
@@ -151,11 +151,11 @@ def dapo(batch: Batch) -> complex:
     )
 
 
-def cispo(batch: Batch) -> complex:
-    """MiniMax-M1: sg(clipped ratio) A log p; no lower bound, upper bound 1.5."""
+def cispo(batch: Batch, cap: float = 1.5) -> complex:
+    """MiniMax-M1: sg(clipped ratio) A log p; no lower bound."""
 
     def term(o: Sequence, t: int) -> complex:
-        weight = min(np.exp(o.logp_sg[t] - o.old[t]), 1.5)
+        weight = min(np.exp(o.logp_sg[t] - o.old[t]), cap)
         return weight * o.advantage[t] * o.logp[t]
 
     return -token_mean(batch, term)
@@ -169,32 +169,32 @@ def sapo(batch: Batch) -> complex:
     return -sequence_mean(batch, term)
 
 
-def decoupled_ppo(batch: Batch) -> complex:
-    """Hilton et al.: pi_prox / pi_behaviour times PPO around pi_prox; the first factor capped at 1.2."""
+def decoupled_ppo(batch: Batch, cap: float = 1.2) -> complex:
+    """Hilton et al.: pi_prox / pi_behaviour times PPO around pi_prox; the first factor capped."""
 
     def term(o: Sequence, t: int) -> complex:
-        behaviour = min(np.exp(o.prox[t]) / np.exp(o.old[t]), 1.2)
+        behaviour = min(np.exp(o.prox[t]) / np.exp(o.old[t]), cap)
         return behaviour * clipped_objective(np.exp(o.logp[t] - o.prox[t]), o.advantage[t], 0.2, 0.2)
 
     return -token_mean(batch, term)
 
 
-def icepop(batch: Batch) -> complex:
-    """A token takes part if pi_train / pi_infer is within [0.5, 1.5]."""
+def icepop(batch: Batch, low: float = 0.5, high: float = 1.5) -> complex:
+    """A token takes part if pi_train / pi_infer is within bounds."""
 
     def term(o: Sequence, t: int) -> complex:
         k = np.exp(o.prox[t]) / np.exp(o.old[t])
-        masked = k if 0.5 <= k <= 1.5 else 0.0
+        masked = k if low <= k <= high else 0.0
         return masked * clipped_objective(np.exp(o.logp[t] - o.prox[t]), o.advantage[t], 0.2, 0.2)
 
     return -token_mean(batch, term)
 
 
-def truncated_reinforce(batch: Batch) -> complex:
+def truncated_reinforce(batch: Batch, cap: float = 1.1) -> complex:
     """Yao et al.: min(pi_learner / pi_sampler, C) A grad log p, the learner being the current policy."""
 
     def term(o: Sequence, t: int) -> complex:
-        return min(np.exp(o.logp_sg[t] - o.old[t]), 1.1) * o.advantage[t] * o.logp[t]
+        return min(np.exp(o.logp_sg[t] - o.old[t]), cap) * o.advantage[t] * o.logp[t]
 
     return -token_mean(batch, term)
 
@@ -203,12 +203,12 @@ def ppo_entropy(batch: Batch) -> complex:
     return ppo(batch) - 0.01 * token_mean(batch, lambda o, t: o.entropy[t])
 
 
-def gspo(batch: Batch) -> complex:
-    """GSPO, eqs. 5 and 7, with wider bounds."""
+def gspo(batch: Batch, low: float = 0.1, high: float = 0.15) -> complex:
+    """GSPO, eqs. 5 and 7."""
     total = 0
     for o in batch:
         s = (np.exp(sum(o.logp)) / np.exp(sum(o.old))) ** (1 / len(o))
-        total += clipped_objective(s, o.advantage[0], 0.1, 0.15)
+        total += clipped_objective(s, o.advantage[0], low, high)
     return -total / len(batch)
 
 
