@@ -85,8 +85,9 @@ def config_from_hf(values: Mapping[str, Any], *, source: object = CONFIG_FILE) -
     if architectures != [ARCHITECTURES[family]]:
         raise InputError(source, "architectures", expected=[ARCHITECTURES[family]], actual=architectures)
     for name in _REQUIRED:
-        if values.get(name) is None:
-            raise InputError(source, name, expected="a positive integer", actual="no such field")
+        if not isinstance(values.get(name), int):
+            actual = repr(values[name]) if name in values else "no such field"
+            raise InputError(source, name, expected="a positive integer", actual=actual)
     _refuse_what_is_not_computed(values, family, source)
     heads = values["num_attention_heads"]
     dtype = str(_first(values.get("dtype"), values.get("torch_dtype"), "float32")).removeprefix("torch.")
@@ -140,16 +141,20 @@ def _refuse_what_is_not_computed(values: Mapping[str, Any], family: str, source:
         if kind != "full_attention":
             raise InputError(source, f"layer_types[{layer}]", expected="full_attention", actual=repr(kind))
     if values.get("quantization_config"):
-        raise InputError(source, "quantization_config", expected="none (plain weights)", actual="one")
+        actual = values["quantization_config"]
+        raise InputError(source, "quantization_config", expected="none (plain weights)", actual=actual)
 
 
 def _rope(values: Mapping[str, Any], family: str, source: object) -> tuple[float, RopeScaling | None]:
     """`rope_theta` and scaling: at top level and in `rope_scaling`, or together in `rope_parameters`."""
     spellings = [values.get("rope_scaling") or {}, values.get("rope_parameters") or {}]
-    thetas = {part["rope_theta"] for part in (*spellings, values) if part.get("rope_theta") is not None}
-    if len(thetas) > 1:
-        raise InputError(source, "rope_theta", expected="one value", actual=sorted(thetas))
-    theta = thetas.pop() if thetas else _DEFAULT_THETA
+    for name, part in zip(("rope_scaling", "rope_parameters"), spellings, strict=True):
+        if not isinstance(part, Mapping):
+            raise InputError(source, name, expected="an object", actual=repr(part))
+    thetas = [part["rope_theta"] for part in (*spellings, values) if part.get("rope_theta") is not None]
+    if any(theta != thetas[0] for theta in thetas):
+        raise InputError(source, "rope_theta", expected="one value", actual=thetas)
+    theta = thetas[0] if thetas else _DEFAULT_THETA
 
     rope = {k: v for k, v in (spellings[0] or spellings[1]).items() if v is not None}
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -92,11 +92,14 @@ class Qwen3Config:
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise _bad(name, "a positive integer", value)
+                raise _bad(name, "a positive integer", repr(value))
+        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+            if not isinstance(getattr(self, name), bool):
+                raise _bad(name, "True or False", repr(getattr(self, name)))
         for name in ("rope_theta", "rms_norm_eps", "initializer_range"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-                raise _bad(name, "a positive number", value)
+                raise _bad(name, "a positive number", repr(value))
         if self.rope_theta <= 1:
             raise _bad("rope_theta", "above 1", self.rope_theta)
         if self.num_attention_heads % self.num_key_value_heads:
