@@ -1,24 +1,32 @@
-"""Checkpoints of a run: complete or invisible, the newest few kept.
+"""Checkpoints of a run: complete or invisible, checked when they are read, the newest few kept.
 
     DIR/checkpoints/STEP/state    arrays: parameters, optimizer state (orbax, tensorstore)
-    DIR/checkpoints/STEP/run      JSON: step, data position, seed, settings, metrics
+    DIR/checkpoints/STEP/run      JSON: step, seed, settings; dtype, shape and fingerprint of every array
 
 Orbax writes into a folder of another name and renames it when everything is on disk, so a process that
 is killed at any moment leaves whole checkpoints and, at most, a temporary folder that the next run removes.
-Saving copies the arrays to the host and returns; the disk is written in the background.
+Saving copies the arrays to the host and returns; the disk is written in the background. What the disk
+does later is caught by fingerprints; the checkpoint before is used then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from dta_jax.errors import InputError
+
+
+class DamagedCheckpointError(InputError):
+    """A checkpoint that was complete once and cannot be read as it was written."""
 
 
 class CheckpointStore:
@@ -54,53 +62,110 @@ class CheckpointStore:
           state: a pytree of arrays.
           run: everything else, as JSON.
         """
-        args = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(dict(run)))
+        prints = jax.device_get(_fingerprints(state))
+        arrays = {
+            name: _describe(leaf) | {"fingerprint": int(print_)}
+            for (name, leaf), print_ in zip(_named(state), jax.tree.leaves(prints), strict=True)
+        }
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(state), run=ocp.args.JsonSave({**run, "arrays": arrays})
+        )
         self._manager.save(step, args=args)
 
-    def run(self, step: int) -> dict[str, Any]:
-        """The JSON part of a checkpoint.
-
-        Raises:
-          InputError: it cannot be read.
-        """
-        return self._restore(step, run=ocp.args.JsonRestore())["run"]
-
-    def state(self, step: int, like: Any, shardings: Any = None) -> Any:
-        """The arrays of a checkpoint.
+    def newest(
+        self, like: Any, check: Callable[[int, Mapping[str, Any]], None], shardings: Any = None
+    ) -> tuple[int, Any] | None:
+        """The newest checkpoint that is whole. Damaged ones are moved aside, with a warning.
 
         Args:
-          step: one of `steps()`.
           like: a pytree of arrays or `jax.ShapeDtypeStruct`: the shapes and dtypes that are wanted.
-          shardings: where to put them, a prefix of `like`; None for the shardings of `like`, or the default
-            device where it has none. They need not be those of the run that saved.
+          check: is given the step and the JSON part, and raises if the run must not go on from it.
+          shardings: where to put the arrays, a prefix of `like`; None for the shardings of `like`, or the
+            default device where it has none. They need not be those of the run that saved.
+
+        Returns:
+          Its step and arrays; None if there is no checkpoint.
 
         Raises:
-          InputError: the checkpoint is damaged, or has other arrays.
+          InputError: what `check` raises, or arrays other than those of `like`.
         """
-        if shardings is None:
-            here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-            shardings = jax.tree.map(lambda a: getattr(a, "sharding", None) or here, like)
-        else:
-            shardings = jax.tree.broadcast(shardings, like)
-        target = jax.tree.map(
-            lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), like, shardings
-        )
-        return self._restore(step, state=ocp.args.StandardRestore(target))["state"]
+        for step in reversed(self.steps()):
+            try:
+                run = self._read(step, "run", ocp.args.JsonRestore())
+                check(step, run)
+                return step, self._state(step, run, like, shardings)
+            except DamagedCheckpointError as error:
+                names = (f"{step}.damaged{n or ''}" for n in itertools.count())
+                aside = next(p for p in map(self._directory.joinpath, names) if not p.exists())
+                warnings.warn(f"{error}; moved to {aside.name}, going on from the one before", stacklevel=2)
+                (self._directory / str(step)).rename(aside)
+                self._manager.reload()
+        return None
 
     def close(self) -> None:
         """Waits until everything is on disk."""
         self._manager.close()
 
-    def _restore(self, step: int, **items: ocp.args.CheckpointArgs) -> Mapping[str, Any]:
-        folder = self._directory / str(step)
+    def _state(self, step: int, run: Mapping[str, Any], like: Any, shardings: Any) -> Any:
+        saved = run["arrays"]
+        wanted = {name: _describe(leaf) for name, leaf in _named(like)}
+        for name in sorted(saved.keys() | wanted.keys()):
+            has = {k: v for k, v in saved.get(name, {}).items() if k != "fingerprint"}
+            if has != wanted.get(name, {}):
+                raise InputError(
+                    self._directory / str(step), name, expected=wanted.get(name, "none"), actual=has or "none"
+                )
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        if shardings is None:
+            shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None) or here, like)
+        else:
+            shardings = jax.tree.broadcast(shardings, like)
+        target = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), like, shardings
+        )
+        state = self._read(step, "state", ocp.args.StandardRestore(target))
+        prints = jax.tree.leaves(jax.device_get(_fingerprints(state)))
+        for name, print_ in zip(wanted, prints, strict=True):
+            if print_ != saved[name]["fingerprint"]:
+                raise DamagedCheckpointError(
+                    self._directory / str(step),
+                    name,
+                    expected=f"fingerprint {saved[name]['fingerprint']}",
+                    actual=int(print_),
+                )
+        return state
+
+    def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(**items))
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise InputError(
-                folder,
-                next(iter(items)),
-                expected="a whole checkpoint of this run",
-                actual=reason[:300],
-                hint="remove it to go on from the one before",
+            return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
+        except Exception as error:  # orbax raises a bare Exception for an array that it cannot decode
+            cause = error.__cause__ or error
+            reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+            raise DamagedCheckpointError(
+                self._directory / str(step), item, expected="a whole checkpoint", actual=reason[:200]
             ) from error
+
+
+def _named(tree: Any) -> list[tuple[str, Any]]:
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
+
+
+def _describe(leaf: Any) -> dict[str, Any]:
+    return {"dtype": str(leaf.dtype), "shape": list(leaf.shape)}
+
+
+@jax.jit
+def _fingerprints(tree: Any) -> Any:
+    """uint32 per array: `sum_i (2 i + 1) word_i` modulo 2^32, over its 32-bit (or narrower) words.
+
+    Any change of one word changes it, as odd factors have inverses. Integer sums do not depend on their
+    order, so neither does it depend on sharding.
+    """
+
+    def fingerprint(leaf: jax.Array) -> jax.Array:
+        width = min(leaf.dtype.itemsize, 4)
+        words = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * width}")).ravel().astype(jnp.uint32)
+        factors = 2 * jax.lax.iota(jnp.uint32, words.size) + 1
+        return jnp.sum(words * factors, dtype=jnp.uint32)
+
+    return jax.tree.map(fingerprint, tree)

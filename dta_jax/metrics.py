@@ -32,8 +32,10 @@ class MetricsLog:
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
-        """Closes the file."""
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
 
@@ -47,7 +49,9 @@ class Progress:
     """A progress bar: loss, dedupe ratio (flat / tree tokens), flat and tree tokens per second."""
 
     def __init__(self, *, start: int, steps: int):
-        self._bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, mininterval=0.5)
+        self._bar = tqdm(
+            total=max(start, steps), initial=start, unit="step", dynamic_ncols=True, mininterval=0.5
+        )
 
     def update(self, row: Mapping[str, Any]) -> None:
         """One step further."""
@@ -60,6 +64,8 @@ class Progress:
         )
         self._bar.update()
 
-    def close(self) -> None:
-        """Leaves the last line on the screen."""
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self._bar.close()

@@ -14,7 +14,7 @@ from dta_jax.losses import CISPO, NLL, SAPO, PolicyGradient, PPOClip
 from dta_jax.qwen3 import Qwen3Config
 from dta_jax.sequence_losses import SequenceRatio, SequenceSum
 from dta_jax.synthetic import SyntheticRollouts
-from dta_jax.tree_grad import CHUNK_MULTIPLE, MAX_ODD_CHUNK
+from dta_jax.tree_inputs import CHUNK_MULTIPLE, MAX_ODD_CHUNK
 
 Unit: TypeAlias = Literal["completion", "rollout"]
 

@@ -15,7 +15,7 @@ import argparse
 import functools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -245,6 +245,20 @@ def check_unchanged(folder: Path, saved: str, now: str) -> None:
             raise InputError(folder, name, expected=f"{old}, as the run began", actual=new, hint=hint)
 
 
+def first_state(
+    run: Run, store: CheckpointStore, check: Callable[[int, Mapping[str, Any]], None]
+) -> tuple[int, State]:
+    """Where to go on: the newest checkpoint; or step 0, the starting weights and a fresh optimizer."""
+    params = jax.eval_shape(run.model.init, jax.random.key(0))
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
+    like = State(params, jax.eval_shape(run.optimizer.init, params))
+    found = store.newest(like._asdict(), check)
+    if found is not None:
+        return found[0], State(**found[1])
+    fresh = run.starting_params()
+    return 0, State(fresh, run.optimizer.init(fresh))
+
+
 def run_training(
     run: Run, out: Path, config_text: str, *, allow_changes: bool = False
 ) -> list[dict[str, Any]]:
@@ -259,49 +273,30 @@ def run_training(
     Returns:
       The rows of metrics of the steps that were run.
     """
-    train = run.train
+
+    def check(step: int, saved: Mapping[str, Any]) -> None:
+        if not allow_changes:
+            check_unchanged(out / "checkpoints" / str(step), saved["config"], config_text)
+
+    train, rows = run.train, []
     out.mkdir(parents=True, exist_ok=True)
     with CheckpointStore(out / "checkpoints", keep=train.checkpoints.keep) as store:
-        start = max(store.steps(), default=0)
-        if start and not allow_changes:
-            check_unchanged(out / "checkpoints" / str(start), store.run(start)["config"], config_text)
-        state = _first_state(run, store, start)
+        start, state = first_state(run, store, check)
         (out / "operative_config.gin").write_text(config_text, encoding="utf-8")
         logprobs = fixed_logprobs(run, out)
-        log, progress = MetricsLog(out / "metrics.jsonl", keep_through=start), None
-        rows = []
-        try:
-            progress = Progress(start=min(start, train.steps), steps=train.steps)
+        with (
+            MetricsLog(out / "metrics.jsonl", keep_through=start) as log,
+            Progress(start=start, steps=train.steps) as progress,
+        ):
             for step in range(start + 1, train.steps + 1):
                 state, row = train_step(run, state, step, logprobs, out)
                 log.write(row)
                 progress.update(row)
                 rows.append(row)
                 if step % train.checkpoints.every == 0 or step == train.steps:
-                    # The whole position: the next batch follows from seed and step.
-                    store.save(
-                        step, state._asdict(), {"step": step, "seed": train.seed, "config": config_text}
-                    )
-        finally:
-            log.close()
-            if progress is not None:
-                progress.close()
+                    position = {"step": step, "seed": train.seed}  # all that the next batch depends on
+                    store.save(step, state._asdict(), {**position, "config": config_text})
     return rows
-
-
-def _first_state(run: Run, store: CheckpointStore, start: int) -> State:
-    """The state of a checkpoint, or, for step 0, the starting weights and a fresh optimizer."""
-
-    def fresh() -> State:
-        params = run.starting_params()
-        return State(params, run.optimizer.init(params))
-
-    if not start:
-        return fresh()
-    params = jax.eval_shape(run.model.init, jax.random.key(0))
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
-    like = State(params, jax.eval_shape(run.optimizer.init, params))
-    return State(**store.state(start, like._asdict()))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
