@@ -201,9 +201,7 @@ def save_folder(
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(
-            folder, "folder", expected="no such folder, or an empty one", actual="it has content"
-        )
+        raise InputError(folder, "folder", expected="no folder yet, or an empty one", actual="content")
     plans = plan_tensors(config)
     _check_shapes(plans, params)
     dtype = dtype or str(params["embed"].dtype)
