@@ -199,6 +199,16 @@ def truncated_reinforce(batch: Batch, cap: float = 1.1) -> complex:
     return -token_mean(batch, term)
 
 
+def truncated_importance_sampling(batch: Batch, cap: float) -> complex:
+    """Yao et al.: min(pi_learner / pi_sampler, C) times PPO around the learner, at its first update."""
+
+    def term(o: Sequence, t: int) -> complex:
+        weight = min(np.exp(o.logp_sg[t]) / np.exp(o.old[t]), cap)
+        return weight * clipped_objective(np.exp(o.logp[t] - o.logp_sg[t]), o.advantage[t], 0.2, 0.2)
+
+    return -token_mean(batch, term)
+
+
 def ppo_entropy(batch: Batch) -> complex:
     return ppo(batch) - 0.01 * token_mean(batch, lambda o, t: o.entropy[t])
 
