@@ -5,8 +5,9 @@
    several piece sizes are tried, and the contiguous parts of `dfs_contiguous`.
 2. `descend` repeats the best exchange of two subtrees (or one for nothing) between the heaviest rank and
    another, as long as both end up below the heaviest.
-3. `search` then takes the heaviest rank with one to three light ones, distributes their leaves anew among
-   them by 1. and 2., and keeps what is better, until nothing is or the effort is spent.
+3. Repairs take the heaviest rank with one to three light ones, distribute their leaves anew among them by
+   1. and 2., and keep what is better, until nothing is.
+4. `search` does all this again from somewhat random orders, until the lower bound or the effort's end.
 
 Everything is deterministic and depends on the tree alone; effort is counted, never timed.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import chain, combinations
+from itertools import chain, combinations, cycle
 from typing import Final
 
 import numpy as np
@@ -28,6 +29,7 @@ from dta_jax.types import NO_PARENT
 CLOSE_ENOUGH: Final = 1e-3  # above the lower bound, relative: no search goes on below this
 _GAIN: Final = 1e-9  # the least relative gain that is worth a change; above rounding
 _PIECES: Final = (1.0, 0.5, 0.25, 0.0)  # largest subtree placed whole, relative to the lower bound
+_SHUFFLE: Final = 0.2  # spread of the factors on sizes by which a restart orders them, log-normal
 _DESCENTS: Final = 2  # how many of the best starts are descended from, where the tree is large
 _LARGE: Final = 256  # leaves
 _PARTNERS: Final = 8  # lightest ranks that an exchange is sought with
@@ -192,9 +194,19 @@ def _spread(saved: np.ndarray) -> np.ndarray:
     return np.sort(np.argsort(saved, kind="stable")[chosen])
 
 
-def place_subtrees(tree: CostTree, num_ranks: int, largest: float, effort: Effort) -> np.ndarray:
+def place_subtrees(
+    tree: CostTree,
+    num_ranks: int,
+    largest: float,
+    effort: Effort,
+    shuffle: np.random.Generator | None = None,
+) -> np.ndarray:
     """Places subtrees of at most `largest` cost (or single leaves), the most expensive first, each where
-    the load with it is smallest. Returns int64[J], the rank of each leaf."""
+    the load with it is smallest. `shuffle` makes the order somewhat random.
+
+    Returns:
+      int64[J], the rank of each leaf.
+    """
     splits = (tree.subtree_cost > largest) & (tree.end > np.arange(len(tree.end)) + 1)
     above_splits = (tree.parent == NO_PARENT) | splits[tree.parent]
     pieces = np.flatnonzero(above_splits & ~splits)
@@ -202,7 +214,10 @@ def place_subtrees(tree: CostTree, num_ranks: int, largest: float, effort: Effor
     owner = np.zeros(len(tree.leaf), np.int64)
     load = np.zeros(num_ranks)
     present = np.zeros((num_ranks, len(tree.cost)), bool)
-    for m in pieces[np.argsort(-tree.subtree_cost[pieces], kind="stable")].tolist():
+    size = tree.subtree_cost[pieces]
+    if shuffle is not None:
+        size = size * np.exp(_SHUFFLE * shuffle.standard_normal(len(pieces)))
+    for m in pieces[np.argsort(-size, kind="stable")].tolist():
         path = tree.ancestors(m)
         with_it = load + tree.subtree_cost[m] + ~present[:, path] @ tree.cost[path]
         rank = int(with_it.argmin())
@@ -251,12 +266,24 @@ def search(tree: CostTree, num_ranks: int) -> np.ndarray:
     effort = Effort(min(_EFFORT[0] * len(tree.leaf), _EFFORT[1]))
     bound = tree.lower_bound(num_ranks)
     partition = distribute(tree, num_ranks, effort)
+    _repair_all(partition, bound)
+    rng, pieces = np.random.default_rng(0), cycle(_PIECES)
+    while partition.load.max() > bound * (1 + CLOSE_ENOUGH) and not effort.spent:
+        owner = place_subtrees(tree, num_ranks, next(pieces) * bound, effort, shuffle=rng)
+        other = Partition(tree, owner, num_ranks, effort)
+        descend(other, bound)
+        _repair_all(other, bound)
+        partition = min(partition, other, key=Partition.key)
+    return partition.owner
+
+
+def _repair_all(partition: Partition, bound: float) -> None:
+    """Repairs until none helps, or `bound` is close enough."""
     tried: set[bytes] = set()
     while partition.load.max() > bound * (1 + CLOSE_ENOUGH):
         if not any(_repair(partition, ranks, tried) for ranks in _repair_groups(partition)):
-            break
+            return
         descend(partition, bound)
-    return partition.owner
 
 
 def _repair_groups(partition: Partition) -> Iterable[tuple[int, ...]]:
