@@ -242,7 +242,12 @@ class _Part:
 
     def fetch(self, dtype: np.dtype) -> np.ndarray:
         value = np.asarray(self.leaf[self.layer] if self.plan.stacked else self.leaf)
-        return np.ascontiguousarray(value.T if self.plan.transposed else value, dtype)
+        if not self.plan.transposed:
+            return np.ascontiguousarray(value, dtype)
+        out = np.empty(self.plan.stored_shape, dtype)
+        for rows in row_blocks(0, len(out)):
+            out[rows] = value.T[rows]
+        return out
 
 
 def _tensors(plans: Params, params: Params) -> Iterator[_Part]:

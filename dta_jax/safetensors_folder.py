@@ -6,7 +6,6 @@ are never read.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from dta_jax.hf_config import read_json
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 FLOATS: Final = ("F64", "F32", "F16", "BF16")
-_BLOCK_BYTES: Final = 32 * 2**20
+BLOCK_ROWS: Final = 64  # read at once: little memory, and in cache while they are cast and transposed
 
 Bounds: TypeAlias = tuple[tuple[int, int], ...]
 """(start, stop) per axis."""
@@ -106,14 +105,14 @@ class TensorReader:
         source = self._slices(name)
         (first, last), *inner = bounds
         rest = tuple(slice(start, stop) for start, stop in inner)
-        for rows in _row_blocks(self._folder.tensors[name].shape, first, last):
+        for rows in row_blocks(first, last):
             out[rows.start - first : rows.stop - first] = source[(rows, *rest)]
 
     def first_difference(self, name: str, other: str) -> int | None:
         """The first row in which two tensors of one shape differ."""
         one, two = self._slices(name), self._slices(other)
         shape = self._folder.tensors[name].shape
-        for rows in _row_blocks(shape, 0, shape[0]):
+        for rows in row_blocks(0, shape[0]):
             differs = (one[rows] != two[rows]).any(axis=tuple(range(1, len(shape))))
             if differs.any():
                 return rows.start + int(differs.argmax())
@@ -126,11 +125,10 @@ class TensorReader:
         return self._open[file].get_slice(name)
 
 
-def _row_blocks(shape: tuple[int, ...], first: int, last: int) -> Iterator[slice]:
-    """Slices of [first, last) of at most about `_BLOCK_BYTES`."""
-    rows = max(1, _BLOCK_BYTES // (8 * math.prod(shape[1:])))
-    for start in range(first, last, rows):
-        yield slice(start, min(start + rows, last))
+def row_blocks(first: int, last: int) -> Iterator[slice]:
+    """Slices of [first, last) of at most `BLOCK_ROWS`."""
+    for start in range(first, last, BLOCK_ROWS):
+        yield slice(start, min(start + BLOCK_ROWS, last))
 
 
 def _open(file: Path) -> Any:

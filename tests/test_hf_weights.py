@@ -66,7 +66,7 @@ def test_layers_are_stacked_and_matrices_transposed():
 
 def test_blocks_of_rows_make_no_difference(monkeypatch):
     _, whole = load_model(SHARDED)
-    monkeypatch.setattr(safetensors_folder, "_BLOCK_BYTES", 8 * 24 * 5)  # five rows of 24
+    monkeypatch.setattr(safetensors_folder, "BLOCK_ROWS", 5)
     _, blocked = load_model(SHARDED)
     jax.tree.map(np.testing.assert_array_equal, whole, blocked)
 
