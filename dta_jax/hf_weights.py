@@ -28,7 +28,14 @@ from dta_jax.errors import InputError
 from dta_jax.hf_config import CONFIG_FILE, config_to_hf, read_config
 from dta_jax.model import Params
 from dta_jax.qwen3 import Qwen3, Qwen3Config
-from dta_jax.safetensors_folder import INDEX_FILE, WEIGHTS_FILE, Bounds, SafetensorsFolder, TensorReader
+from dta_jax.safetensors_folder import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    Bounds,
+    SafetensorsFolder,
+    TensorReader,
+    row_blocks,
+)
 
 GENERATION_FILE: Final = "generation_config.json"
 COMPANION_FILES: Final = (
