@@ -145,8 +145,7 @@ class OffPolicy:
         return tuple(dict.fromkeys((*self.loss.required, *anchor_fields(self.target), "old_logp")))
 
     def __call__(self, logp: jax.Array, entropy: jax.Array, entry: Entry) -> jax.Array:
-        log_ratio = anchor_logp(self.target, logp, entry) - entry["old_logp"]
-        weight = jax.lax.stop_gradient(self.weight(log_ratio))
+        weight = self.weight(anchor_logp(self.target, logp, entry) - entry["old_logp"])
         return jnp.where(weight > 0, weight * self.loss(logp, entropy, entry), 0.0)
 
 

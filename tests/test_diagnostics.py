@@ -51,6 +51,13 @@ def test_clipped_ratios_by_hand() -> None:
     )
 
 
+def test_a_ratio_past_the_bound_that_does_not_stop_it_is_not_clipped() -> None:
+    values = {"old_logp": np.log([0.5, 0.5]), "advantage": np.array([1.0, -1.0])}
+    got = policy_diagnostics(PPOClip(dual_clip=3.0), np.log([0.25, 0.75]), np.ones(2), values)
+    assert got["ratio_mean"] == pytest.approx(1.0)
+    assert got["clip_fraction_low"] == got["clip_fraction_high"] == got["clip_fraction_dual"] == 0
+
+
 def test_entries_of_weight_zero_do_not_count() -> None:
     values = VALUES | {"weight": np.array([1, 1, 0, 0, 0])}
     assert policy_diagnostics(PPOClip(), LOGP, ENTROPY, values)["ratio_max"] == pytest.approx(2)
