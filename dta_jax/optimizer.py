@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -26,8 +27,12 @@ def learning_rate(settings: AdamW) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(peak / (warmup + 1), peak, warmup), after], [warmup])
 
 
+@functools.cache
 def make_optimizer(settings: AdamW) -> optax.GradientTransformation:
-    """AdamW for parameters in the layout of `dta_jax.model`; norms and biases do not decay."""
+    """AdamW for parameters in the layout of `dta_jax.model`; norms and biases do not decay.
+
+    Equal settings give the same object, so that a step compiled for one run serves the next.
+    """
     adamw = optax.adamw(
         learning_rate(settings),
         b1=settings.b1,
@@ -36,9 +41,15 @@ def make_optimizer(settings: AdamW) -> optax.GradientTransformation:
         weight_decay=settings.weight_decay,
         mask=_matrices,
     )
-    if settings.clip_norm is None:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(settings.clip_norm), adamw)
+    inner = adamw
+    if settings.clip_norm is not None:
+        inner = optax.chain(optax.clip_by_global_norm(settings.clip_norm), adamw)
+
+    def update(grads: Params, state: optax.OptState, params: Params) -> tuple[Params, optax.OptState]:
+        with jax.numpy_dtype_promotion("standard"):  # optax multiplies its integer count with floats
+            return inner.update(grads, state, params)
+
+    return optax.GradientTransformation(inner.init, update)
 
 
 def _matrices(params: Params) -> Any:

@@ -121,7 +121,7 @@ def update(optimizer: optax.GradientTransformation, state: State, grads: Params)
     return State(optax.apply_updates(state.params, updates), opt_state)
 
 
-global_norm = jax.jit(optax.global_norm)
+global_norm = jax.jit(optax.tree.norm)
 
 
 def train_step(

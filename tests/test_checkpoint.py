@@ -162,7 +162,7 @@ def test_a_refusal_passes_through_and_changes_nothing(tmp_path):
     save(tmp_path, 1)
     with (
         CheckpointStore(tmp_path, keep=1) as store,
-        pytest.raises(InputError, match="seed: .* got 1"),
+        pytest.raises(InputError, match=r"seed: .* got 1"),
     ):
         store.newest(make_state(), refuse)
     assert newest(tmp_path)[0] == 1
