@@ -2,10 +2,10 @@
 
     python benchmarks/hf_load_memory.py [--gigabytes 2] [--param-dtype bfloat16]
 
-Makes a checkpoint of about that size in a temporary folder, then loads it, and saves it again, each in a
-process of its own. Prints one JSON object per step: `seconds`, `stays` (bytes of parameters), `peak_above`
-(peak resident memory above process start and what stays; mapped pages of the files count) and
-`largest_stacked` (bytes of the largest parameter).
+Saves a checkpoint of about that size into a temporary folder, then loads it in a process of its own.
+Prints one JSON object per step: `seconds`, `stays` (bytes of parameters), `peak_above` (peak resident
+memory above the start of the step and what stays; mapped pages of the files count) and `largest_stacked`
+(bytes of the largest parameter).
 """
 
 import argparse
@@ -15,7 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -62,51 +64,44 @@ def make(folder: Path, gigabytes: float) -> None:
         bits = rng.integers(0, 2**15, leaf.shape, np.uint16) // 2 + 0x3000  # 5e-10 to 4, never NaN
         return bits.astype(np.uint16).view(ml_dtypes.bfloat16)
 
-    save_folder(folder, config, jax.tree.map(random, shapes), max_shard_bytes=SHARD_BYTES)
+    params = jax.tree.map(random, shapes)
+    report("save", params, lambda: save_folder(folder, config, params, max_shard_bytes=SHARD_BYTES))
 
 
-def measure(folder: Path, param_dtype: str, save_to: Path | None) -> None:
+def load(folder: Path, param_dtype: str) -> None:
     jax.device_put(np.zeros(1)).block_until_ready()
+    report("load", None, lambda: jax.block_until_ready(load_model(folder, param_dtype=param_dtype)[1]))
+
+
+def report(step: str, params: Any, run: Callable[[], Any]) -> None:
+    """Runs one step and prints its row; `params` are those there already, else the result's."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
     before, began = status("VmRSS"), time.perf_counter()
-    model, params = load_model(folder, param_dtype=param_dtype)
-    jax.block_until_ready(params)
-    if save_to is not None:
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
-        before, began = status("VmRSS") - nbytes(params), time.perf_counter()
-        save_folder(save_to, model.config, params, max_shard_bytes=SHARD_BYTES)
-    row = {
-        "step": "load" if save_to is None else "save",
-        "param_dtype": param_dtype,
-        "seconds": round(time.perf_counter() - began, 2),
-        "stays": nbytes(params),
-        "peak_above": status("VmHWM") - before - nbytes(params),
-        "largest_stacked": max(leaf.nbytes for leaf in jax.tree.leaves(params)),
-    }
-    if save_to is None:
-        row["within_largest_plus_1_GiB"] = row["peak_above"] <= row["largest_stacked"] + 2**30
+    result = run()
+    row = {"step": step, "seconds": round(time.perf_counter() - began, 2)}
+    leaves = jax.tree.leaves(result if params is None else params)
+    row["param_dtype"] = str(leaves[0].dtype)
+    row["stays"] = sum(leaf.nbytes for leaf in leaves)
+    row["peak_above"] = status("VmHWM") - before - (row["stays"] if params is None else 0)
+    row["largest_stacked"] = max(leaf.nbytes for leaf in leaves)
+    row["within_largest_plus_1_GiB"] = row["peak_above"] <= row["largest_stacked"] + 2**30
     print(json.dumps(row), flush=True)
-
-
-def nbytes(params: object) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--param-dtype", default="bfloat16")
-    parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--save", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--load", type=Path, help="measure the loading of this folder only")
     args = parser.parse_args()
     if args.load is not None:
-        measure(args.load, args.param_dtype, args.save)
+        load(args.load, args.param_dtype)
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "hf")
         make(folder, args.gigabytes)
         command = [sys.executable, __file__, "--param-dtype", args.param_dtype, "--load", str(folder)]
         subprocess.run(command, check=True)
-        subprocess.run([*command, "--save", str(Path(temporary, "again"))], check=True)
 
 
 if __name__ == "__main__":
