@@ -13,6 +13,7 @@ rollouts is one `.npz` with the arrays of `Rollouts` under the same names; no pi
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 import zipfile
@@ -102,6 +103,16 @@ class Rollouts:
         np.add.at(edges, self.offsets[rollout] + start, 1)
         np.add.at(edges, self.offsets[rollout] + end, -1)
         return np.cumsum(edges[:-1]) > 0
+
+    def digest(self) -> str:
+        """SHA-256 over all arrays: equal rollouts, equal digest."""
+        digest = hashlib.sha256()
+        for name in _ARRAYS:
+            array = getattr(self, name)
+            digest.update(f"{name} {None if array is None else array.shape} ".encode())
+            if array is not None:
+                digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
 
     def take(self, rollouts: Iterable[int]) -> Rollouts:
         """The given rollouts, in the given order, each at most once, as rollouts of their own."""

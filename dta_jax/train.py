@@ -274,9 +274,17 @@ def run_training(
       The rows of metrics of the steps that were run.
     """
 
+    digest = run.dataset.rollouts.digest()
+
     def check(step: int, saved: Mapping[str, Any]) -> None:
         if not allow_changes:
-            check_unchanged(out / "checkpoints" / str(step), saved["config"], config_text)
+            folder = out / "checkpoints" / str(step)
+            check_unchanged(folder, saved["config"], config_text)
+            if saved["rollouts"] != digest:
+                source = run.dataset.rollouts.source
+                raise InputError(
+                    source, "contents", expected=f"those that {folder} was trained on", actual="others"
+                )
 
     train, rows = run.train, []
     out.mkdir(parents=True, exist_ok=True)
@@ -294,8 +302,9 @@ def run_training(
                 progress.update(row)
                 rows.append(row)
                 if step % train.checkpoints.every == 0 or step == train.steps:
-                    position = {"step": step, "seed": train.seed}  # all that the next batch depends on
-                    store.save(step, state._asdict(), {**position, "config": config_text})
+                    # Step, seed and rollouts: all that the next batch depends on.
+                    saved = {"step": step, "seed": train.seed, "rollouts": digest, "config": config_text}
+                    store.save(step, state._asdict(), saved)
     return rows
 
 

@@ -228,6 +228,18 @@ def test_other_settings_are_refused_unless_allowed(tmp_path):
     assert [row["step"] for row in run_training(prepared, tmp_path, text, allow_changes=True)] == [2]
 
 
+def test_other_rollouts_under_the_same_name_are_refused(config, tmp_path, capsys):
+    out, more = tmp_path / "out", ["--gin", "Train.steps = 3"]
+    assert command(capsys, config, "--out", out)[0] == 0
+    rewrite(tmp_path / "r.npz", reward=np.arange(12.0))
+    status, err = command(capsys, config, "--out", out, *more)
+    assert status == 2
+    assert err.startswith(
+        f"error: {tmp_path / 'r.npz'}: contents: expected those that {out}/checkpoints/2 was"
+    )
+    assert command(capsys, config, "--out", out, *more, "--allow-changes")[0] == 0
+
+
 def test_new_batches_compile_nothing():
     compiled: list[str] = []
 
