@@ -166,25 +166,24 @@ def backward(
     queries, cotangents = geometry.fold(q), geometry.fold(do.astype(q.dtype))
     delta = (geometry.fold(out).astype(acc) * cotangents.astype(acc)).sum(axis=-1)
 
+    # Scores lie keys first here: then dv and dk, and not just one of them, read their big operand in order.
     def body(state: tuple) -> tuple:
         t, dq, dk, dv = state
         i, j = geometry.unpair(plan.pair[t])
         qb, dob, kb, vb = queries[i], cotangents[i], geometry.keys(k, layer, j), geometry.keys(v, layer, j)
-        mask = geometry.mask(i, j, q_start, q_end)
-        scores = _dot("hqd,hkd->hqk", qb, kb, acc) * scale
-        p = jnp.where(mask, jnp.exp(scores - lse[i][..., None]), 0)
-        dp = _dot("hqd,hkd->hqk", dob, vb, acc)
-        ds = (p * (dp - delta[i][..., None]) * scale).astype(q.dtype)
-        # The small operand goes first: the big one is then read in its own order, not transposed.
-        dvb = _dot("hqd,hqk->hdk", dob, p.astype(q.dtype), acc)
-        dkb = _dot("hqd,hqk->hdk", qb, ds, acc)
-        dq = dq.at[i].add(_dot("hqk,hkd->hqd", ds, kb, acc))
-        dk, dv = geometry.add(dk, layer, j, dkb), geometry.add(dv, layer, j, dvb)
+        mask = geometry.mask(i, j, q_start, q_end).T
+        scores = _dot("hkd,hqd->hkq", kb, qb, acc) * scale
+        p = jnp.where(mask, jnp.exp(scores - lse[i][:, None]), 0)
+        dp = _dot("hkd,hqd->hkq", vb, dob, acc)
+        ds = (p * (dp - delta[i][:, None]) * scale).astype(q.dtype)
+        dq = dq.at[i].add(_dot("hkd,hkq->hdq", kb, ds, acc))
+        dk = geometry.add(dk, layer, j, _dot("hkq,hqd->hkd", ds, qb, acc))
+        dv = geometry.add(dv, layer, j, _dot("hkq,hqd->hkd", p.astype(q.dtype), dob, acc))
         return t + 1, dq, dk, dv
 
-    start = (jnp.int32(0), jnp.zeros(queries.shape, acc), dk, dv)
+    start = (jnp.int32(0), jnp.zeros_like(jnp.swapaxes(queries, 2, 3), dtype=acc), dk, dv)
     _, dq, dk, dv = lax.while_loop(lambda state: state[0] < plan.num_active, body, start)
-    return geometry.unfold(dq).astype(q.dtype), dk, dv
+    return geometry.unfold(jnp.swapaxes(dq, 2, 3)).astype(q.dtype), dk, dv
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -294,8 +293,8 @@ class _Geometry(NamedTuple):
         return lax.dynamic_slice(stack, self._at(layer, j), sizes)[0]
 
     def add(self, stack: jax.Array, layer: jax.Array | int, j: jax.Array, block: jax.Array) -> jax.Array:
-        """Adds [K, d, block_k] to block j of one layer."""
-        block = self.keys(stack, layer, j) + jnp.swapaxes(block, 1, 2)
+        """Adds [K, block_k, d] to block j of one layer."""
+        block = self.keys(stack, layer, j) + block
         return lax.dynamic_update_slice(stack, block[None], self._at(layer, j))
 
     def _at(self, layer: jax.Array | int, j: jax.Array) -> tuple:

@@ -14,7 +14,7 @@ import numpy as np
 
 from dta_jax.losses import TokenLoss, check_required
 from dta_jax.model import DecoderModel, Params
-from dta_jax.schedule import compile_forward_schedule, compile_schedule, round_slots
+from dta_jax.schedule import compile_schedule, round_slots
 from dta_jax.sequence_losses import Injected, SequenceLoss, entry_cotangents
 from dta_jax.tree_grad import TreeResult, tree_logprobs, tree_value_and_grad
 from dta_jax.tree_inputs import HEAD_BLOCK
@@ -77,19 +77,18 @@ class TreeEngine:
             stack_slots=self.stack_slots,
         )
 
-    def logprobs(self, params: Params, samples: Samples) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probability and entropy, float[E], of the samples' entries at their `temperature`."""
-        trie = build_trie(samples.sequences)
-        schedule = compile_forward_schedule(
-            trie,
-            entry_rows(trie, samples.sequence, samples.position),
-            chunk_size=self.chunk_size,
-            stack_slots=self.stack_slots,
-        )
+    def logprobs(
+        self, params: Params, samples: Samples, schedule: Schedule | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probability and entropy, float[E], of the samples' entries at their `temperature`.
+
+        Runs the operations of the samples' gradient (of `schedule`, if the plan is already made), so that
+        with the same weights the gradient sees these very numbers.
+        """
         return tree_logprobs(
             self.model,
             params,
-            schedule,
+            self.plan(samples) if schedule is None else schedule,
             temperature=samples.values.get("temperature"),
             entry_capacity=self.entry_capacity,
         )
@@ -115,7 +114,7 @@ class TreeEngine:
             return BatchGradient(
                 float(jax.device_get(result.loss)), result.grads, result.logp, result.entropy, schedule
             )
-        logp, entropy = self.logprobs(params, samples)
+        logp, entropy = self.logprobs(params, samples, schedule)
         total, by_logp, by_entropy = entry_cotangents(loss, logp, entropy, samples.values, unit)
         values = {"weight": np.ones_like(by_logp), "ct_logp": by_logp, "ct_entropy": by_entropy}
         if "temperature" in samples.values:

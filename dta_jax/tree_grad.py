@@ -33,7 +33,6 @@ import numpy as np
 from jax import lax
 
 from dta_jax import segment
-from dta_jax.errors import InputError
 from dta_jax.lm_head import HeadBlock, evaluate_block, pull_block
 from dta_jax.model import DecoderModel, Params, head_weights
 from dta_jax.segment import Stack, num_keys
@@ -144,22 +143,22 @@ def tree_logprobs(
     temperature: np.ndarray | None = None,
     entry_capacity: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probability and entropy of every entry; forward only, each token once.
+    """Log-probability and entropy of every entry, forward only.
 
     Args:
       model, params, entry_capacity: as in `tree_value_and_grad`.
-      schedule: from `compile_forward_schedule`.
+      schedule: from `compile_forward_schedule`, which runs each token once; or from `compile_schedule`,
+        whose operations then run forward only. With the schedule of a gradient, the results are that
+        gradient's own to the last bit, for the same rows run together: first ratios are exactly 1.
       temperature: float[E], above 0; None for 1.
 
     Returns:
       logp [E] and entropy [E] on the host, in the caller's order.
     """
-    if (schedule.kind == BACK).any():
-        raise InputError("schedule", "kind", expected="PUSH operations only", actual="BACK among them")
-    values = {} if temperature is None else {"temperature": temperature}
-    entries, ops = prepare(
-        model, params, schedule, values | {"weight": np.ones(len(schedule.entry))}, entry_capacity
-    )
+    values = {"weight": np.ones(len(schedule.entry))}
+    if temperature is not None:
+        values["temperature"] = temperature
+    entries, ops = prepare(model, params, schedule, values, entry_capacity)
     keys = num_keys(schedule.stack_slots, schedule.chunk_size)
     stack, outputs = start_forward(model, params, len(entries.token), keys)
     for _, op in ops:
