@@ -8,12 +8,13 @@ itself). Rendering a conversation anew from text would change tokens under the m
 spacing, other log-probabilities, and prefixes that are not shared any more. Two policies for thinking:
 
     "keep"    Earlier thinking stays. Every context extends the one before and its completion.
-    "strip"   As Qwen3's own template: when the user speaks again, every assistant message loses what stands
-              before its last `</think>` and the line breaks after it. Contexts branch there. Between tool
-              results nothing is stripped. Still no token is encoded anew: ids are cut out.
+    "strip"   As the template does it. Where new messages make it drop earlier thinking (Qwen3's does when the
+              user speaks again, and not between results of tools), every assistant message loses what
+              stands before its last `</think>` and the line breaks after it. Contexts branch there. Still
+              no token is encoded anew: ids are cut out.
 
-Not checked: that the template's control tokens keep the pieces apart (true of every template that begins
-and ends messages with control tokens), and that "strip" is what the template itself does.
+Not checked: that the template's control tokens keep the pieces apart. That is true of every template that
+begins and ends messages with control tokens.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ THINK_END: Final = "</think>"
 _MARK: Final = "[[5a1c-assistant-content-7e93]]"  # stands for an assistant's content while rendering
 _ASKED: Final = {"role": "user", "content": "-"}
 _ANSWERED: Final = {"role": "assistant", "content": _MARK}
+_THOUGHT: Final = {"role": "assistant", "content": f"<think>\n{_MARK}\n{THINK_END}\n\n-"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +139,7 @@ class Chat:
         turns = (*conversation.turns, Turn(conversation.opening, completion, following))
         if self.thinking == "keep":
             settled, turns = _join(settled, turns), ()
-        elif any(message["role"] == "user" for message in messages):
+        elif _MARK not in self._render([_ASKED, _THOUGHT, *messages]):
             settled, turns = _join(settled, tuple(map(self._stripped, turns))), ()
         context = np.concatenate([_join(settled, turns), opening])
         seen = np.concatenate([conversation.context, completion])

@@ -245,6 +245,14 @@ def test_an_empty_thought_that_the_opening_brings_is_stripped_too(tokenizer):
     assert tokenizer.decode(second.context) == template.render(history, add_generation_prompt=True)
 
 
+def test_stripping_follows_the_template(tokenizer):
+    template = compile_template(TEMPLATE.replace("loop.index0 < ns.asked", "false"), source="keeps")
+    chat = Chat(tokenizer, template, thinking="strip")
+    first = chat.begin([USER])
+    thought = tokenizer.encode("<think>\nhm\n</think>\n\nok<|im_end|>")
+    assert chat.extend(first, thought, [AGAIN]).reused == len(first.context) + len(thought)
+
+
 TURNS = st.lists(
     st.tuples(
         st.sampled_from(["", "<think>\nhm\n</think>\n\n", "<think>\n\n</think>\n", "</think>"]),
