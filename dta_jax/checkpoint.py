@@ -62,10 +62,10 @@ class CheckpointStore:
           state: a pytree of arrays.
           run: everything else, as JSON.
         """
-        prints = jax.device_get(_fingerprints(state))
+        prints = jax.device_get(fingerprints(state))
         arrays = {
-            name: _describe(leaf) | {"fingerprint": int(print_)}
-            for (name, leaf), print_ in zip(_named(state), jax.tree.leaves(prints), strict=True)
+            name: describe(leaf) | {"fingerprint": int(print_)}
+            for (name, leaf), print_ in zip(named_leaves(state), jax.tree.leaves(prints), strict=True)
         }
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(state), run=ocp.args.JsonSave({**run, "arrays": arrays})
@@ -108,7 +108,7 @@ class CheckpointStore:
 
     def _state(self, step: int, run: Mapping[str, Any], like: Any, shardings: Any) -> Any:
         saved = run["arrays"]
-        wanted = {name: _describe(leaf) for name, leaf in _named(like)}
+        wanted = {name: describe(leaf) for name, leaf in named_leaves(like)}
         for name in sorted(saved.keys() | wanted.keys()):
             has = {k: v for k, v in saved.get(name, {}).items() if k != "fingerprint"}
             if has != wanted.get(name, {}):
@@ -124,7 +124,7 @@ class CheckpointStore:
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), like, shardings
         )
         state = self._read(step, "state", ocp.args.StandardRestore(target))
-        prints = jax.tree.leaves(jax.device_get(_fingerprints(state)))
+        prints = jax.tree.leaves(jax.device_get(fingerprints(state)))
         for name, print_ in zip(wanted, prints, strict=True):
             if print_ != saved[name]["fingerprint"]:
                 raise DamagedCheckpointError(
@@ -146,16 +146,18 @@ class CheckpointStore:
             ) from error
 
 
-def _named(tree: Any) -> list[tuple[str, Any]]:
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of a tree with the names that a checkpoint's JSON part gives them."""
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
 
 
-def _describe(leaf: Any) -> dict[str, Any]:
+def describe(leaf: Any) -> dict[str, Any]:
+    """What a checkpoint's JSON part says of an array, but for its fingerprint."""
     return {"dtype": str(leaf.dtype), "shape": list(leaf.shape)}
 
 
 @jax.jit
-def _fingerprints(tree: Any) -> Any:
+def fingerprints(tree: Any) -> Any:
     """uint32 per array: `sum_i (2 i + 1) word_i` modulo 2^32, over its 32-bit (or narrower) words.
 
     Any change of one word changes it, as odd factors have inverses. Integer sums do not depend on their

@@ -31,7 +31,7 @@ from dta_jax.checkpoint import CheckpointStore
 from dta_jax.config import changed_bindings, load_config, operative_config
 from dta_jax.diagnostics import policy_diagnostics, reward_diagnostics, stop_if_not_finite, token_diagnostics
 from dta_jax.errors import InputError, run_command
-from dta_jax.hf_config import read_config
+from dta_jax.hf_config import config_to_hf, read_config
 from dta_jax.hf_weights import load_params
 from dta_jax.metrics import MetricsLog, Progress
 from dta_jax.model import Params
@@ -304,8 +304,15 @@ def run_training(
                 if step % train.checkpoints.every == 0 or step == train.steps:
                     # Step, seed and rollouts: all that the next batch depends on.
                     saved = {"step": step, "seed": train.seed, "rollouts": digest, "config": config_text}
-                    store.save(step, state._asdict(), saved)
+                    store.save(step, state._asdict(), saved | _describe_model(run))
     return rows
+
+
+def _describe_model(run: Run) -> dict[str, Any]:
+    """What an export needs to know: the model's `config.json`, and the folder that it came from."""
+    config, source = run.model.config, run.train.model
+    folder = str(Path(source.path).absolute()) if isinstance(source, HuggingFaceModel) else None
+    return {"model": config_to_hf(config, dtype=config.dtype), "hf_folder": folder}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
