@@ -29,7 +29,7 @@ class Dataset:
       groups: int[R_g] per group, its rollouts.
       advantage: float32[R], or None.
       group_entries: int64[G], tokens with loss in each group, counted per sequence.
-      longest: tokens of the longest sequence.
+      longest: tokens of their longest sequence.
     """
 
     rollouts: Rollouts
@@ -130,6 +130,7 @@ def load_dataset(train: Train, vocab_size: int) -> Dataset:
                 actual="equal rewards in every group",
                 hint="there is nothing to learn from them",
             )
+    groups = groups[: train.max_groups]
     if len(groups) < train.batch_groups:
         raise InputError(
             "Train",
@@ -137,9 +138,17 @@ def load_dataset(train: Train, vocab_size: int) -> Dataset:
             expected=f"at most {len(groups)}, the groups in {rollouts.source}",
             actual=train.batch_groups,
         )
-    entries = np.bincount(samples.values["rollout"], minlength=rollouts.num_rollouts)
-    longest = max(len(sequence) for sequence in samples.sequences)
-    return Dataset(rollouts, tuple(groups), advantage, np.array([entries[g].sum() for g in groups]), longest)
+    rollout = samples.values["rollout"]
+    entries = np.bincount(rollout, minlength=rollouts.num_rollouts)
+    longest = np.zeros(rollouts.num_rollouts, np.int64)
+    np.maximum.at(longest, rollout, samples.position + 1)  # a sequence ends with a token that has loss
+    return Dataset(
+        rollouts=rollouts,
+        groups=tuple(groups),
+        advantage=advantage,
+        group_entries=np.array([entries[g].sum() for g in groups]),
+        longest=max(int(longest[g].max()) for g in groups),
+    )
 
 
 def make_batch(

@@ -73,7 +73,8 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     located = {binding.key: binding.where for binding in bindings}
     _check_complete(path, bindings)
     gin.clear_config()
-    gin.parse_config_files_and_bindings([path], list(overrides))
+    # Not finalized: that would refuse a required macro although no binding in force uses it.
+    gin.parse_config_files_and_bindings([path], list(overrides), finalize_config=False)
     try:
         return gin.get_configurable("Train")()
     except InputError as error:
@@ -190,17 +191,28 @@ def _check_types(bindings: Sequence[_Binding]) -> None:
     final = {b.key: b for b in bindings}
     for b in final.values():
         if b.field:
-            source = b
-            while isinstance(source.value, _Reference) and source.value.kind == "%":
-                if source.value.name == _REQUIRED:
-                    hint = f'give it, such as --gin "{source.key} = ..."'
-                    raise InputError(source.where, source.key, expected="a value", actual="none", hint=hint)
-                source = final[source.value.name]
-            hint_type = _hints(BUILDERS[b.owner])[b.field]
-            if not _fits(source.value, hint_type):
-                kind = "" if isinstance(source.value, _Reference) else f" ({type(source.value).__name__})"
-                actual = f"{source.value!r}{kind}"
-                raise InputError(source.where, b.key, expected=_type_name(hint_type), actual=actual)
+            value, where = _resolved(b, b.value, final, ())
+            hint = _hints(BUILDERS[b.owner])[b.field]
+            if not _fits(value, hint):
+                kind = "" if isinstance(value, _Reference) else f" ({type(value).__name__})"
+                raise InputError(where, b.key, expected=_type_name(hint), actual=f"{value!r}{kind}")
+
+
+def _resolved(
+    source: _Binding, value: Any, final: Mapping[str, _Binding], inside: tuple[str, ...]
+) -> tuple[Any, str]:
+    """A binding's value with macros replaced, inside containers too; and where the last of them is set."""
+    if isinstance(value, list | tuple):
+        return [_resolved(source, item, final, inside)[0] for item in value], source.where
+    if not isinstance(value, _Reference) or value.kind != "%":
+        return value, source.where
+    if value.name == _REQUIRED:
+        hint = f'give it, such as --gin "{source.key} = ..."'
+        raise InputError(source.where, source.key, expected="a value", actual="none", hint=hint)
+    if value.name in inside:
+        raise InputError(source.where, source.key, expected="a value", actual="a macro that names itself")
+    macro = final[value.name]
+    return _resolved(macro, macro.value, final, (*inside, value.name))
 
 
 def _check_complete(path: str, bindings: Sequence[_Binding]) -> None:

@@ -194,7 +194,8 @@ class Train:
       aggregate: how entries' losses become the batch's.
       optimizer, planner, checkpoints: see there.
       steps: optimizer updates in all.
-      batch_groups: groups (tasks) per update; always whole groups.
+      max_groups: only the first so many groups (tasks) that have a gradient; None for all.
+      batch_groups: groups per update; always whole groups.
       max_length: longest sequence allowed, tokens.
       temperature: at which the policy sampled; log-probabilities are of `softmax(logits / temperature)`.
       seed: of initial weights and of the order of batches.
@@ -209,6 +210,7 @@ class Train:
     planner: Planner = field(default_factory=Planner)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     steps: int = 100
+    max_groups: int | None = None
     batch_groups: int = 1
     max_length: int = 32_768
     temperature: float = 1.0
@@ -217,6 +219,7 @@ class Train:
     def __post_init__(self) -> None:
         for name in ("steps", "batch_groups"):
             _check(self, name, getattr(self, name) >= 1, "at least 1")
+        _check(self, "max_groups", self.max_groups is None or self.max_groups >= 1, "None or at least 1")
         _check(self, "max_length", self.max_length >= 2, "at least 2")
         _check(self, "temperature", 0 < self.temperature < math.inf, "a finite number above 0")
         _check(self, "seed", self.seed >= 0, "at least 0")

@@ -335,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     first, last = rows[0], rows[-1]
     print(
-        f"{out}: steps {first['step']} to {last['step']}, loss {first['loss']:.4f} to {last['loss']:.4f}; "
+        f"{out}: steps {first['step']} to {last['step']}, loss {first['loss']:z.4f} to {last['loss']:z.4f}; "
         f"{last['flat_tokens']:,} tokens in {last['tree_tokens']:,} (x{last['dedupe_ratio']:.1f}), "
         f"{last['flat_tokens'] / last['seconds']:,.0f} flat tokens/s in the last step"
     )

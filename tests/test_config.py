@@ -82,6 +82,24 @@ def test_losses_nest(config):
     assert hash(loss) == hash(Sum(loss.terms))
 
 
+def test_macros_stand_in_lists_and_in_macros(config):
+    bindings = ["Train.loss = @Sum()", "Sum.terms = [%POLICY, @KLPenalty()]", "POLICY = %CLIP"]
+    bindings += ["CLIP = @PPOClip()", "KLPenalty.coef = 0.1"]
+    assert load_config(config, bindings).loss == Sum((PPOClip(), KLPenalty(0.1)))
+    with pytest.raises(InputError, match=r"Sum\.terms: expected a list of .*; got \[3, @KLPenalty\(\)\]"):
+        load_config(config, [*bindings[:-2], "CLIP = 3", "KLPenalty.coef = 0.1"])
+    with pytest.raises(InputError, match="CLIP: expected a value; got a macro that names itself"):
+        load_config(config, [*bindings[:-2], "CLIP = %POLICY", "KLPenalty.coef = 0.1"])
+
+
+def test_a_required_macro_may_be_passed_by(config):
+    config.write_text(TEXT + "SIZE = %gin.REQUIRED\nSyntheticRollouts.tasks = %SIZE\n")
+    with pytest.raises(InputError, match=r"c\.gin:10: SIZE: expected a value; got none"):
+        load_config(config)
+    assert load_config(config, ["SyntheticRollouts.tasks = 3"]).rollouts.tasks == 3
+    assert load_config(config, ["SIZE = 4"]).rollouts.tasks == 4
+
+
 def test_files_can_include_files(config, tmp_path):
     outer = tmp_path / "outer.gin"
     outer.write_text(f"include '{config}'\nTrain.steps = 7\n")
