@@ -83,6 +83,9 @@ class DecoderModel(Protocol):
     def final(self, params: Any, x: jax.Array) -> jax.Array:
         """The last norm: x [C, D] -> hidden states [C, D] that the head multiplies."""
 
+    def logical_axes(self, params: Params) -> Params:
+        """A tuple per parameter that names its dimensions; `dta_jax.sharding.RULES` lists the names."""
+
 
 def head_weights(params: Params) -> jax.Array:
     """The LM head, [V, D]: `params["head"]`, or the embedding when they are tied."""

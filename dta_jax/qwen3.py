@@ -29,6 +29,15 @@ from dta_jax.rope import RopeScaling, rotate
 from dta_jax.types import accumulator_dtype
 
 FAMILIES: Final = ("qwen3", "qwen2", "llama")
+PROJECTIONS: Final = {  # logical axes that each matrix takes and gives
+    "q_proj": ("embed", "heads"),
+    "k_proj": ("embed", "kv_heads"),
+    "v_proj": ("embed", "kv_heads"),
+    "o_proj": ("heads", "embed"),
+    "gate_proj": ("embed", "mlp"),
+    "up_proj": ("embed", "mlp"),
+    "down_proj": ("mlp", "embed"),
+}
 DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -282,6 +291,22 @@ class Qwen3:
     def final(self, params: LayerParams, x: jax.Array) -> jax.Array:
         """The last norm; see `DecoderModel.final`."""
         return _apply(_norm(self.config), params, x)
+
+    def logical_axes(self, params: Params) -> Params:
+        """Names of the parameters' dimensions; see `DecoderModel.logical_axes`."""
+        return jax.tree_util.tree_map_with_path(lambda path, _: _logical_axes(*(k.key for k in path)), params)
+
+
+def _logical_axes(group: str, *path: str) -> tuple[str, ...]:
+    if group in ("embed", "head"):
+        return ("vocab", "embed")
+    if group == "final":
+        return ("embed",)
+    module, leaf = path
+    if leaf == "scale":
+        return ("layers", "head_dim" if module in ("q_norm", "k_norm") else "embed")
+    inputs, outputs = PROJECTIONS[module]
+    return ("layers", outputs) if leaf == "bias" else ("layers", inputs, outputs)
 
 
 def _apply(module: nn.Module, params: Any, *args: jax.Array, method: str = "__call__") -> Any:

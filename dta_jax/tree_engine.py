@@ -17,7 +17,7 @@ from dta_jax.model import DecoderModel, Params
 from dta_jax.schedule import compile_schedule, round_slots
 from dta_jax.sequence_losses import Injected, SequenceLoss, entry_cotangents
 from dta_jax.tree_grad import TreeResult, tree_logprobs, tree_value_and_grad
-from dta_jax.tree_inputs import HEAD_BLOCK
+from dta_jax.tree_inputs import entry_capacity
 from dta_jax.trie import build_trie, entry_rows
 from dta_jax.types import BACK, PUSH, Samples, Schedule
 
@@ -63,7 +63,7 @@ class TreeEngine:
         cls, model: DecoderModel, *, chunk_size: int, strategy: str, longest: int, entries: int
     ) -> TreeEngine:
         """An engine for batches of at most `entries` entries in sequences of at most `longest` tokens."""
-        slots, capacity = round_slots(longest + chunk_size), round_slots(entries + HEAD_BLOCK)
+        slots, capacity = round_slots(longest + chunk_size), entry_capacity(entries)
         return cls(model, chunk_size, strategy, slots, capacity)
 
     def plan(self, samples: Samples) -> Schedule:

@@ -1,7 +1,8 @@
 """Exact losses and gradients over a prefix tree: each shared token is computed once.
 
-`tree_value_and_grad` interprets a schedule. Its two kinds of operation are two jitted steps that the host
-dispatches one after the other, without waiting for any:
+`tree_value_and_grad` interprets a schedule on one device. Its two kinds of operation are two jitted steps that
+the host dispatches one after the other, without waiting for any (`dta_jax.mesh_grad` runs the same steps in one
+program per mesh):
 
     PUSH   h, K, V of some rows, written to their slots of the stack
     BACK   the same forward pass; then the loss of the rows' entries and its vjp. The rows first take over
@@ -166,15 +167,14 @@ def tree_logprobs(
     return in_callers_order(outputs.logp, schedule), in_callers_order(outputs.entropy, schedule)
 
 
-def in_callers_order(collected: jax.Array, schedule: Schedule) -> np.ndarray:
+def in_callers_order(collected: jax.Array | np.ndarray, schedule: Schedule) -> np.ndarray:
     """[E'] in order of evaluation, on the device -> [E] in the order of the caller's entries, on the host."""
     result = np.empty(len(schedule.entry), collected.dtype)
     result[schedule.entry] = np.asarray(collected)[: len(schedule.entry)]
     return result
 
 
-@functools.partial(jax.jit, static_argnames=("model", "first"), donate_argnames="carry")
-def push_step(
+def push(
     model: DecoderModel, params: Params, carry: tuple[Stack, Outputs], op: Op, entries: Entries, first: int
 ) -> tuple[Stack, Outputs]:
     """PUSH: runs the rows, evaluates entries if they have any, and writes their state to their slots."""
@@ -197,8 +197,7 @@ def push_step(
     return stack, outputs._replace(executed=outputs.executed.at[PUSH].add(op.num_rows))
 
 
-@functools.partial(jax.jit, static_argnames=("model", "loss_fn", "first"), donate_argnames="carry")
-def back_step(
+def back(
     model: DecoderModel,
     loss_fn: LossFn,
     params: Params,
@@ -242,6 +241,10 @@ def back_step(
     )
     outputs = outputs._replace(executed=outputs.executed.at[BACK].add(op.num_rows))
     return Back(stack, cotangents, grads, outputs)
+
+
+push_step = jax.jit(push, static_argnames=("model", "first"), donate_argnames="carry")
+back_step = jax.jit(back, static_argnames=("model", "loss_fn", "first"), donate_argnames="carry")
 
 
 def _take(cotangents: Stack, slot: jax.Array, first: int) -> tuple[Stack, Stack]:

@@ -48,6 +48,47 @@ def prepare(
     model: DecoderModel, params: Params, schedule: Schedule, values: Mapping[str, np.ndarray], capacity: int
 ) -> tuple[Entries, Iterator[tuple[int, Op]]]:
     """Checks the input, and puts entries and operations on the device (operations as they are asked for)."""
+    entries, ops = host_inputs(model, params, schedule, values, capacity)
+    return jax.device_put(entries), ((kind, jax.device_put(op)) for kind, op in ops)
+
+
+def host_inputs(
+    model: DecoderModel, params: Params, schedule: Schedule, values: Mapping[str, np.ndarray], capacity: int
+) -> tuple[Entries, Iterator[tuple[int, Op]]]:
+    """What `prepare` gives, as numpy arrays.
+
+    Raises:
+      InputError: a chunk size that does not fit, tokens outside the vocabulary, values that are missing or of
+        another length, a capacity that is too small.
+    """
+    _check(model, schedule, values)
+    E = len(schedule.entry)
+    capacity = capacity or entry_capacity(E)
+    if capacity < E + HEAD_BLOCK:
+        raise InputError("entries", "entry_capacity", expected=f"at least {E + HEAD_BLOCK}", actual=capacity)
+    all_ops = list(operands(schedule))
+    source = np.concatenate([op.entry_source for op in all_ops] or [np.zeros(0, np.int32)])
+    token = schedule.trie.token[schedule.entry_row[schedule.entry]]
+    full = {"temperature": np.ones(E)} | dict(values)
+    acc = accumulator_dtype(params["embed"].dtype)
+
+    def padded(array: np.ndarray) -> np.ndarray:
+        wide = acc if np.issubdtype(array.dtype, np.floating) else array.dtype
+        return np.concatenate([array, np.ones(capacity - E)]).astype(wide)
+
+    entries = Entries(
+        padded(token), padded(source), {name: padded(v[schedule.entry]) for name, v in full.items()}
+    )
+    keys = num_keys(schedule.stack_slots, schedule.chunk_size)
+    return entries, ((op.kind, _host_op(op, keys)) for op in all_ops)
+
+
+def entry_capacity(entries: int) -> int:
+    """E', room for so many entries: one block more than they are, rounded up."""
+    return round_slots(entries + HEAD_BLOCK)
+
+
+def _check(model: DecoderModel, schedule: Schedule, values: Mapping[str, np.ndarray]) -> None:
     C, E = schedule.chunk_size, len(schedule.entry)
     if C > MAX_ODD_CHUNK and C % CHUNK_MULTIPLE:
         raise InputError(
@@ -66,31 +107,11 @@ def prepare(
     for name, value in values.items():
         if len(value) != E:
             raise InputError("entries", name, expected=f"{E} values, one per entry", actual=len(value))
-    capacity = capacity or round_slots(E + HEAD_BLOCK)
-    if capacity < E + HEAD_BLOCK:
-        raise InputError("entries", "entry_capacity", expected=f"at least {E + HEAD_BLOCK}", actual=capacity)
-    all_ops = list(operands(schedule))
-    source = np.concatenate([op.entry_source for op in all_ops] or [np.zeros(0, np.int32)])
-    token = schedule.trie.token[schedule.entry_row[schedule.entry]]
-    full = {"temperature": np.ones(E)} | dict(values)
-    acc = accumulator_dtype(params["embed"].dtype)
-
-    def place(array: np.ndarray) -> jax.Array:
-        wide = acc if np.issubdtype(array.dtype, np.floating) else array.dtype
-        return jax.device_put(np.concatenate([array, np.ones(capacity - E)]).astype(wide))
-
-    entries = Entries(
-        place(token), place(source), {name: place(v[schedule.entry]) for name, v in full.items()}
-    )
-    keys = num_keys(schedule.stack_slots, C)
-    return entries, ((op.kind, _device_op(op, keys)) for op in all_ops)
 
 
-def _device_op(op: OpOperands, keys: int) -> Op:
+def _host_op(op: OpOperands, keys: int) -> Op:
     """Pads the mask to all keys; slots that do not exist point behind them, where writes are dropped."""
     pad = (0, keys - len(op.q_start))
     slot = np.where(op.slot == NO_SLOT, keys + np.arange(op.width, dtype=np.int32), op.slot)
-    rows = Rows(
-        *jax.device_put((op.token, op.position, slot, np.pad(op.q_start, pad), np.pad(op.q_end, pad)))
-    )
-    return Op(rows, *jax.device_put((np.int32(op.count), np.int32(op.entry_start), np.int32(op.entry_stop))))
+    rows = Rows(op.token, op.position, slot, np.pad(op.q_start, pad), np.pad(op.q_end, pad))
+    return Op(rows, np.int32(op.count), np.int32(op.entry_start), np.int32(op.entry_stop))
