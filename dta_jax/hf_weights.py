@@ -184,6 +184,12 @@ def _read(plan: TensorPlan, bounds: Bounds, reader: TensorReader, dtype: np.dtyp
     return out
 
 
+def check_new_folder(folder: Path) -> None:
+    """Raises InputError if there is anything at or in `folder`."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(folder, "folder", expected="no folder yet, or an empty one", actual="content")
+
+
 def save_folder(
     folder: str | Path,
     config: Qwen3Config,
@@ -207,8 +213,7 @@ def save_folder(
       InputError: the folder exists and is not empty, or a parameter's shape is not the config's.
     """
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(folder, "folder", expected="no folder yet, or an empty one", actual="content")
+    check_new_folder(folder)
     plans = plan_tensors(config)
     _check_shapes(plans, params)
     dtype = dtype or str(params["embed"].dtype)
@@ -219,8 +224,11 @@ def save_folder(
         _write_weights(partial, list(_tensors(plans, params)), jax.numpy.dtype(dtype), max_shard_bytes)
         _write_companions(partial, config, None if companions is None else Path(companions))
         _write_json(partial / CONFIG_FILE, config_to_hf(config, dtype=dtype))
-        for path in (*partial.iterdir(), partial):
+        mode = (partial / CONFIG_FILE).stat().st_mode  # safetensors writes files for its owner only
+        for path in partial.iterdir():
+            path.chmod(mode)
             _sync(path)
+        _sync(partial)
         partial.rename(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

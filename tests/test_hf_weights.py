@@ -253,6 +253,7 @@ def test_round_trip_is_bit_identical(name, max_shard_bytes, tmp_path):
     assert before.keys() == after.keys()
     jax.tree.map(np.testing.assert_array_equal, before, after)
     assert load_model(tmp_path / "out")[0] == model
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
 
 
 def test_shards_keep_to_their_limit_and_the_index_is_right(tmp_path):
