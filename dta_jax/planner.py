@@ -1,7 +1,11 @@
-"""Decides what a schedule runs and in which order: child order, cuts, what is pushed when.
+"""What every strategy of the planner is made of: segments, steps, widths, the cost model, the bound.
 
-A plan is a list of steps over *spans* `[start, stop)` of trie rows. Only segments (maximal runs of rows
-without a branch) are looked at one by one, never rows, so a plan costs as much as the tree has branches.
+A plan is a list of steps over *spans* `[start, stop)` of trie rows, in the order of execution. Strategies
+look at segments (maximal runs of rows without a branch) one by one, never at rows, so planning costs as
+much as the tree has branches. `schedule` turns a plan into a table.
+
+    packing    `packed`: full chunks from any number of branches
+    branches   `branch` and its refinements: one branch at a time, as AReaL-DTA does
 """
 
 from __future__ import annotations
@@ -10,9 +14,36 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dta_jax.types import BACK, NO_PARENT, PUSH, Trie
+from dta_jax.errors import InputError
+from dta_jax.types import NO_PARENT, PUSH, Trie
 
 Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What an operation costs, in forward passes of one row; the planner weighs its choices by it.
+
+    An operation of W rows (padding included) whose rows see p keys in all costs
+
+        launch + weight * (W + attention * p),   weight = `backward` for BACK, `push` for PUSH
+
+    Attributes:
+      backward: BACK runs forward, and two products for every one of the forward pass.
+      push: forward only.
+      attention: cost of one visible query-key pair; 0 leaves context length out of account.
+      launch: what an operation costs however few its rows are.
+    """
+
+    backward: float = 3.0
+    push: float = 1.0
+    attention: float = 0.0
+    launch: float = 32.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 <= value < np.inf:
+                raise InputError("CostModel", name, expected="finite, at least 0", actual=value)
 
 
 @dataclass(frozen=True)
@@ -59,45 +90,33 @@ def segments_of(trie: Trie) -> Segments:
     )
 
 
+def trunk_rows(segments: Segments, chunk_size: int) -> np.ndarray:
+    """int64[G], rows at the top of each segment whose subtree is larger than a chunk.
+
+    A row cannot run backward in one chunk with all its descendants if they are more than C rows. So some
+    descendant runs before it, with the row as context: it must be pushed, whatever the plan.
+    """
+    return np.clip(segments.subtree_end - chunk_size - segments.start, 0, segments.stop - segments.start)
+
+
+def work_bound(trie: Trie, chunk_size: int) -> float:
+    """Least work of any plan without kept residuals, over 3T: `1 + trunk rows / 3T` (no padding at all)."""
+    trunk = int(trunk_rows(segments_of(trie), chunk_size).sum())
+    return 1 + trunk / (3 * trie.num_rows) if trie.num_rows else 1.0
+
+
 def widths(chunk_size: int) -> tuple[int, ...]:
     """Row counts to which operations are padded: C, C/2, C/4 and C/8, rounded up, largest first."""
     return tuple(sorted({-(-chunk_size // 2**k) for k in range(4)}, reverse=True))
 
 
-def plan_contiguous(trie: Trie, cuts: np.ndarray) -> list[Step]:
-    """Reverse preorder: chunks `[cuts[i], cuts[i+1])`, the last one first.
-
-    A suffix of a preorder is closed under descendants, so each chunk's cotangents are complete when it
-    runs. All that it needs from outside are the ancestors of its first row: those not on the stack yet
-    are pushed before it.
-
-    Args:
-      cuts: ascending, from 0 to T; neighbours at most C apart.
-    """
-    segments = segments_of(trie)
-    chunk_size = int(np.diff(cuts).max(initial=1))
-    pushed = segments.start.copy()  # one past each segment's last row that is on the stack or has been
-    home = np.searchsorted(segments.start, cuts, side="right") - 1
-    steps: list[Step] = []
-    for i in range(len(cuts) - 2, -1, -1):
-        first, segment = int(cuts[i]), int(home[i])
-        missing: list[Span] = []
-        need = first
-        if need == segments.start[segment]:
-            segment = int(segments.parent[segment])
-            need = int(segments.stop[segment])
-        while segment != NO_PARENT and pushed[segment] < need:
-            missing.append((int(pushed[segment]), need))
-            pushed[segment] = need
-            segment = int(segments.parent[segment])
-            need = int(segments.stop[segment])
-        steps += _push_steps(missing[::-1], chunk_size)
-        steps.append(Step(BACK, [(first, int(cuts[i + 1]))]))
-    return steps
+def fit_width(rows: int, chunk_size: int) -> int:
+    """The smallest width that holds `rows`, at most C."""
+    return min(width for width in widths(chunk_size) if width >= rows)
 
 
-def _push_steps(spans: list[Span], chunk_size: int) -> list[Step]:
-    """Cuts a run of spans into PUSH steps of at most `chunk_size` rows."""
+def push_steps(spans: list[Span], chunk_size: int) -> list[Step]:
+    """Cuts spans, ancestors first, into PUSH steps of at most C rows."""
     steps: list[Step] = []
     room = 0
     for start, stop in spans:

@@ -1,14 +1,13 @@
 """Compiles a trie into the table of operations that the engine runs, and the table into device operands.
 
-    compile_schedule          backward schedules: every row's gradient once (`planner` decides the order)
+    compile_schedule          every row's gradient once, in the order of `packing` or `branches`
     compile_forward_schedule  forward only: every row once
     operands                  one operation's arrays, as the device program takes them
     check_schedule            (schedule_check) runs a table in plain Python and checks every rule
 
-Slots. A row that is pushed gets a free slot and keeps it until its own BACK has run, for the slot holds its
-cotangents until then. Slots are given out lowest first and in one run per PUSH where there is one, so that
-what an operation can see lies dense and attention can skip the rest. At most one path and one chunk of
-leftovers are alive at a time: `stack_slots` is the longest path plus C, rounded up to a short list.
+A row that is pushed keeps its slot (`slots`) until its own BACK has run, for the slot holds its cotangents
+until then. At most one path and one chunk of leftovers are alive at a time: `stack_slots` is the longest
+path plus C, rounded up to a short list.
 
 Source: AReaL-DTA (arXiv 2602.00482) keeps one path and runs one branch at a time; chunks here hold whatever
 is ready, from any number of branches.
@@ -18,15 +17,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
+from dta_jax.branches import plan_branches
 from dta_jax.errors import InputError
-from dta_jax.planner import Step, plan_contiguous, widths
+from dta_jax.packing import pack
+from dta_jax.planner import CostModel, Step, widths
 from dta_jax.schedule_check import ScheduleError, check_schedule
+from dta_jax.slots import assign_slots
 from dta_jax.types import BACK, NO_PARENT, NO_SLOT, PUSH, Schedule, Trie
 
 __all__ = [
+    "LARGE_CHUNK",
+    "STRATEGIES",
     "OpOperands",
     "ScheduleError",
     "check_schedule",
@@ -36,18 +41,34 @@ __all__ = [
     "round_slots",
 ]
 
+STRATEGIES: Final = (
+    "packed",
+    "branch",
+    "branch+cut_tail",
+    "branch+cut_tail+order",
+    "branch+cut_tail+order+large_chunk",
+)
+LARGE_CHUNK: Final = 4  # chunks of `...+large_chunk` over those of the other strategies
+
 
 def compile_schedule(
-    trie: Trie, entry_row: np.ndarray, *, chunk_size: int, strategy: str = "packed", stack_slots: int = 0
+    trie: Trie,
+    entry_row: np.ndarray,
+    *,
+    chunk_size: int,
+    strategy: str = "packed",
+    stack_slots: int = 0,
+    cost: CostModel | None = None,
 ) -> Schedule:
     """Plans the operations that run every trie row backward exactly once, descendants first.
 
     Args:
       trie: T rows.
       entry_row: int[E], the row of each entry's token.
-      chunk_size: C, rows per operation at most.
-      strategy: how to plan.
-      stack_slots: S, to keep a compiled shape; 0 takes the longest path plus C, rounded up.
+      chunk_size: C, rows per operation at most; `...+large_chunk` takes `LARGE_CHUNK * C`.
+      strategy: one of `STRATEGIES`.
+      stack_slots: S, to keep a compiled shape; 0 takes what the strategy needs at most, rounded up.
+      cost: what `packed` weighs; `CostModel()` if None.
 
     Returns:
       The table. `check_schedule` accepts it.
@@ -56,8 +77,19 @@ def compile_schedule(
       InputError: a chunk size below 1, an unknown strategy, or a stack too small.
     """
     _check_chunk_size(chunk_size)
-    cuts = np.append(np.arange(trie.num_rows, 0, -chunk_size), 0)[::-1]
-    return _assemble(trie, entry_row, plan_contiguous(trie, cuts), chunk_size, stack_slots, strategy)
+    if strategy not in STRATEGIES:
+        raise InputError(
+            "schedule", "strategy", expected=f"one of {', '.join(STRATEGIES)}", actual=repr(strategy)
+        )
+    options = strategy.split("+")
+    if "large_chunk" in options:
+        chunk_size *= LARGE_CHUNK
+    if strategy == "packed":
+        steps, needed = pack(trie, chunk_size, cost or CostModel()), trie.longest_path + chunk_size
+    else:
+        steps = plan_branches(trie, chunk_size, cut_tail="cut_tail" in options, order="order" in options)
+        needed = trie.longest_path
+    return _assemble(trie, entry_row, steps, chunk_size, _stack_slots(needed, stack_slots), strategy)
 
 
 def compile_forward_schedule(
@@ -99,50 +131,17 @@ def _stack_slots(needed: int, given: int) -> int:
 
 
 def _assemble(
-    trie: Trie, entry_row: np.ndarray, steps: list[Step], chunk_size: int, stack_slots: int, strategy: str
+    trie: Trie, entry_row: np.ndarray, steps: list[Step], chunk_size: int, slots: int, strategy: str
 ) -> Schedule:
-    """Gives out slots and writes the steps down as a table."""
+    """Writes the steps down as a table and gives out slots."""
     spans = np.array([span for step in steps for span in step.spans], np.int64).reshape(-1, 2)
     length = spans[:, 1] - spans[:, 0]
     ends = np.cumsum(length)
-    row = np.repeat(spans[:, 1] - ends, length) + np.arange(ends[-1] if len(ends) else 0)
+    row = np.repeat(spans[:, 1] - ends, length) + np.arange(length.sum())
     kind = np.array([step.kind for step in steps], np.int64)
     offset = np.concatenate([[0], np.cumsum([step.rows for step in steps])]).astype(np.int64)
-    slots = _stack_slots(trie.longest_path + chunk_size, stack_slots)
-    slot = _assign_slots(trie.num_rows, kind, offset, row, slots)
+    slot = assign_slots(trie, kind, offset, row, slots)
     return _table(trie, entry_row, kind, offset, row, slot, chunk_size, slots, strategy)
-
-
-def _assign_slots(
-    num_rows: int, kind: np.ndarray, offset: np.ndarray, row: np.ndarray, slots: int
-) -> np.ndarray:
-    """Slots of every operation's rows: the lowest free run that holds a PUSH, or the lowest free slots."""
-    slot_of_row = np.full(num_rows, NO_SLOT)
-    free = np.ones(slots, bool)
-    slot = np.full(len(row), NO_SLOT)
-    for o in range(len(kind)):
-        own = slice(offset[o], offset[o + 1])
-        if kind[o] == PUSH:
-            taken = _lowest_free(free, int(offset[o + 1] - offset[o]))
-            slot_of_row[row[own]] = taken
-            free[taken] = False
-            slot[own] = taken
-        else:
-            slot[own] = slot_of_row[row[own]]
-            free[slot[own][slot[own] != NO_SLOT]] = True
-    return slot
-
-
-def _lowest_free(free: np.ndarray, count: int) -> np.ndarray:
-    """`count` free slots, ascending: the first run that is long enough, else the first of all."""
-    candidates = np.flatnonzero(free)
-    if len(candidates) < count:
-        raise AssertionError(f"the plan needs more than {len(free)} stack slots")
-    run_start = np.flatnonzero(np.diff(candidates, prepend=-2) != 1)
-    run_length = np.diff(run_start, append=len(candidates))
-    fits = np.flatnonzero(run_length >= count)
-    first = run_start[fits[0]] if len(fits) else 0
-    return candidates[first : first + count]
 
 
 def _table(
