@@ -19,6 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dta_jax.tensor_axis import local_index, logsumexp, total
 from dta_jax.types import accumulator_dtype
 
 
@@ -30,7 +31,9 @@ class HeadBlock(NamedTuple):
     log_p: jax.Array
 
 
-def evaluate_block(h: jax.Array, head: jax.Array, token: jax.Array, temperature: jax.Array) -> HeadBlock:
+def evaluate_block(
+    h: jax.Array, head: jax.Array, token: jax.Array, temperature: jax.Array, axis: str | None = None
+) -> HeadBlock:
     """Log-probability and entropy of B rows.
 
     Args:
@@ -38,13 +41,15 @@ def evaluate_block(h: jax.Array, head: jax.Array, token: jax.Array, temperature:
       head: [V, D].
       token: int32[B], below V.
       temperature: float[B], above 0; logits are divided by it.
+      axis: the mesh axis over which the rows of `head` are cut; `log_p` is cut like them.
     """
     acc = accumulator_dtype(h.dtype)
     logits = jnp.einsum("bd,vd->bv", h, head.astype(h.dtype), preferred_element_type=acc)
     logits = logits / temperature.astype(acc)[:, None]
-    log_p = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    logp = jnp.take_along_axis(log_p, token[:, None], axis=-1)[:, 0]
-    return HeadBlock(logp, -(jnp.exp(log_p) * log_p).sum(axis=-1), log_p)
+    log_p = logits - logsumexp(logits, axis)[:, None]
+    own = local_index(token, len(head), axis)[:, None]
+    logp = jnp.take_along_axis(log_p, own, axis=-1, mode="fill", fill_value=0)[:, 0]
+    return HeadBlock(total(logp, axis), -total((jnp.exp(log_p) * log_p).sum(axis=-1), axis), log_p)
 
 
 def pull_block(
@@ -55,18 +60,19 @@ def pull_block(
     temperature: jax.Array,
     d_logp: jax.Array,
     d_entropy: jax.Array,
+    axis: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The vjp of `evaluate_block`: cotangents of its logp [B] and entropy [B] -> dh [B, D], d_head [V, D].
 
     Both results are in the accumulator's dtype; rows with zero cotangents add exactly nothing.
     """
     p = jnp.exp(block.log_p)
-    hit = jnp.arange(head.shape[0], dtype=token.dtype) == token[:, None]
+    hit = jnp.arange(len(head), dtype=token.dtype) == local_index(token, len(head), axis)[:, None]
     dz = d_logp[:, None] * (hit.astype(p.dtype) - p)
     dz = dz - d_entropy[:, None] * p * (block.log_p + block.entropy[:, None])
     dz = (dz / temperature.astype(p.dtype)[:, None]).astype(h.dtype)
     dh = jnp.einsum("bv,vd->bd", dz, head.astype(h.dtype), preferred_element_type=p.dtype)
-    return dh, jnp.einsum("bv,bd->vd", dz, h, preferred_element_type=p.dtype)
+    return total(dh, axis), jnp.einsum("bv,bd->vd", dz, h, preferred_element_type=p.dtype)
 
 
 @jax.custom_vjp

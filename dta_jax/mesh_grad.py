@@ -1,7 +1,7 @@
 """Tree gradients on a mesh: one program in which every `data` rank runs its own table of operations.
 
-`tree_grad.push` and `tree_grad.back` are the steps. Under `jax.shard_map`, a rank loops over its own table, as
-long as that is, and per operation over the branches, each a step with one width:
+`tree_grad.push` and `tree_grad.back` are the steps. Under `jax.shard_map`, a rank loops over its own table,
+and per operation over the branches, each a step with one width:
 
     while o < count:                          trips differ from rank to rank
       for each (kind, width):                 0 or 1 trips; a branch of `lax.cond` would copy the carry
@@ -11,9 +11,9 @@ long as that is, and per operation over the branches, each a step with one width
 Until the last line nothing is exchanged over `data`, so ranks need not be in step. What is exchanged over
 `tensor` (`dta_jax.tensor_axis`) stays among ranks that share one table.
 
-Varying axes are not checked (`check_vma=False`): the steps make their carries of plain zeros, as on one device.
-Then JAX differentiates nothing across `data`, as we need it, and no plain `psum` may be differentiated; those of
-`tensor_axis` bring their own transposes.
+Varying axes are not checked (`check_vma=False`), so the steps make their carries of plain zeros, as on one
+device. Then JAX adds no sum over `data` to a derivative, as we need it, and no plain `psum` may be
+differentiated; those of `tensor_axis` bring their own transposes.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from dta_jax.model import DecoderModel, Params
 from dta_jax.segment import num_keys
 from dta_jax.sharding import (
     DATA,
+    TENSOR,
     Specs,
     compute_specs,
     data_axis,
@@ -102,7 +103,8 @@ def mesh_value_and_grad(
       params: placed by `compute_specs`.
       plan: from `plan_ranks`, for as many ranks as the mesh has along `data`.
       values, loss_fn: as in `tree_value_and_grad`.
-      entry_capacity, max_operations: E' and O of every rank, to keep compiled shapes; 0 rounds up what is needed.
+      entry_capacity, max_operations: E' and O of every rank, to keep compiled shapes; 0 rounds up what they
+        need.
 
     Returns:
       `MeshResult`; nothing has been waited for.
@@ -167,7 +169,7 @@ class _Program(NamedTuple):
     def of(cls, mesh: Mesh, model: DecoderModel, params: Params, plan: MeshPlan) -> _Program:
         return cls(
             mesh,
-            model,
+            model.split(TENSOR, mesh.shape[TENSOR]) if mesh.shape[TENSOR] > 1 else model,
             plan.stack_slots,
             branches(plan.chunk_size),
             tuple(jax.tree.leaves(compute_specs(model, params))),

@@ -32,7 +32,7 @@ class MeshPlan:
     Attributes:
       trie: of all sequences.
       assignment: which rank has which sequence, with the balancer's report.
-      schedules: K schedules with the same chunk size and stack slots; a rank without sequences has no operation.
+      schedules: K schedules with the same chunk size and stack slots; without sequences, without operations.
       entries: K arrays int64[E_k]: the caller's entries that each rank evaluates.
     """
 
@@ -113,8 +113,8 @@ def plan_ranks(
 class Operations(NamedTuple):
     """The ranks' tables on the host, padded to O operations and C rows: what `mesh_grad` reads.
 
-    branch: int32[K, O], index into `branches(C)`. op: `Op` with leading axes [K, O]. count: int32[K], operations
-    that are real.
+    branch: int32[K, O], index into `branches(C)`. op: `Op` with leading axes [K, O]. count: int32[K],
+    operations that are real.
     """
 
     branch: Any

@@ -57,6 +57,11 @@ class DecoderModel(Protocol):
         """V."""
 
     @property
+    def tensor_axis(self) -> str | None:
+        """The mesh axis over which heads, MLP and vocabulary are cut; None for a whole model. Numbers of
+        heads are then those of one device, the vocabulary is the whole."""
+
+    @property
     def attention_scale(self) -> float:
         """Factor on q . k before the softmax."""
 
@@ -82,6 +87,14 @@ class DecoderModel(Protocol):
 
     def final(self, params: Any, x: jax.Array) -> jax.Array:
         """The last norm: x [C, D] -> hidden states [C, D] that the head multiplies."""
+
+    def split(self, axis: str, size: int) -> DecoderModel:
+        """The model as one of `size` devices along a mesh axis computes it, with the collectives of
+        `dta_jax.tensor_axis`.
+
+        Raises:
+          InputError: `size` does not divide its heads, MLP or vocabulary.
+        """
 
     def logical_axes(self, params: Params) -> Params:
         """A tuple per parameter that names its dimensions; `dta_jax.sharding.RULES` lists the names."""

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from dta_jax.errors import InputError
 from dta_jax.model import LayerParams, Params
 from dta_jax.rope import RopeScaling, rotate
+from dta_jax.tensor_axis import enter, leave
 from dta_jax.types import accumulator_dtype
 
 FAMILIES: Final = ("qwen3", "qwen2", "llama")
@@ -156,40 +157,70 @@ class RMSNorm(nn.Module):
     eps: float
     dtype: str
     param_dtype: str
+    axis: str | None = None  # set where the rows are cut over `tensor` and the scale is not
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.dtype(self.param_dtype))
         wide = accumulator_dtype(x.dtype)
         x = x.astype(wide)
+        scale = enter(scale, self.axis)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
         return (scale.astype(wide) * x).astype(self.dtype)
+
+
+class Projection(nn.Module):
+    """y = x W + b. `reduced`: the inputs are cut over `axis`, and what the devices compute is added up."""
+
+    features: int
+    use_bias: bool
+    dtype: str
+    param_dtype: str
+    scale: float
+    axis: str | None
+    reduced: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        init, stored = nn.initializers.normal(self.scale), jnp.dtype(self.param_dtype)
+        kernel = self.param("kernel", init, (x.shape[-1], self.features), stored)
+        y = jnp.dot(x.astype(self.dtype), kernel.astype(self.dtype))
+        if self.reduced:
+            y = leave(y, self.axis)
+        if self.use_bias:
+            y = y + self.param("bias", nn.initializers.zeros, (self.features,), stored).astype(self.dtype)
+        return y
 
 
 class Block(nn.Module):
     """One layer in two halves; see the module docstring. Submodules bear Hugging Face's names."""
 
     config: Qwen3Config
+    axis: str | None = None
 
     def setup(self) -> None:
         c = self.config
         self.input_layernorm = _norm(c)
-        self.q_proj = _dense(c, c.num_attention_heads * c.head_dim, c.qkv_bias)
-        self.k_proj = _dense(c, c.num_key_value_heads * c.head_dim, c.qkv_bias)
-        self.v_proj = _dense(c, c.num_key_value_heads * c.head_dim, c.qkv_bias)
+        self.q_proj = self._projection(c.num_attention_heads * c.head_dim, c.qkv_bias)
+        self.k_proj = self._projection(c.num_key_value_heads * c.head_dim, c.qkv_bias)
+        self.v_proj = self._projection(c.num_key_value_heads * c.head_dim, c.qkv_bias)
         if c.qk_norm:
-            self.q_norm = _norm(c)
-            self.k_norm = _norm(c)
-        self.o_proj = _dense(c, c.hidden_size, c.o_bias)
+            self.q_norm = _norm(c, self.axis)
+            self.k_norm = _norm(c, self.axis)
+        self.o_proj = self._projection(c.hidden_size, c.o_bias, reduced=True)
         self.post_attention_layernorm = _norm(c)
-        self.gate_proj = _dense(c, c.intermediate_size, c.mlp_bias)
-        self.up_proj = _dense(c, c.intermediate_size, c.mlp_bias)
-        self.down_proj = _dense(c, c.hidden_size, c.mlp_bias)
+        self.gate_proj = self._projection(c.intermediate_size, c.mlp_bias)
+        self.up_proj = self._projection(c.intermediate_size, c.mlp_bias)
+        self.down_proj = self._projection(c.hidden_size, c.mlp_bias, reduced=True)
+
+    def _projection(self, features: int, bias: bool, reduced: bool = False) -> Projection:
+        c = self.config
+        return Projection(features, bias, c.dtype, c.storage_dtype, c.initializer_range, self.axis, reduced)
 
     def qkv(self, x: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [C, D], position [C] -> q [C, H, head_dim], k and v [C, K, head_dim]."""
         c = self.config
-        n = self.input_layernorm(x)
+        n = enter(self.input_layernorm(x), self.axis)
         q, k, v = (
             project(n).reshape(len(x), -1, c.head_dim) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -201,7 +232,7 @@ class Block(nn.Module):
     def mix(self, x: jax.Array, o: jax.Array) -> jax.Array:
         """x [C, D], o [C, H, head_dim] -> [C, D] in x's dtype."""
         x = x + self.o_proj(o.reshape(len(x), -1)).astype(x.dtype)
-        m = self.post_attention_layernorm(x)
+        m = enter(self.post_attention_layernorm(x), self.axis)
         return x + self.down_proj(nn.silu(self.gate_proj(m)) * self.up_proj(m)).astype(x.dtype)
 
     def init_all(self, x: jax.Array, position: jax.Array) -> jax.Array:
@@ -210,25 +241,19 @@ class Block(nn.Module):
         return self.mix(x, q)
 
 
-def _norm(c: Qwen3Config) -> RMSNorm:
-    return RMSNorm(c.rms_norm_eps, c.dtype, c.storage_dtype)
-
-
-def _dense(c: Qwen3Config, features: int, bias: bool) -> nn.Dense:
-    return nn.Dense(
-        features,
-        use_bias=bias,
-        dtype=jnp.dtype(c.dtype),
-        param_dtype=jnp.dtype(c.storage_dtype),
-        kernel_init=nn.initializers.normal(c.initializer_range),
-    )
+def _norm(c: Qwen3Config, axis: str | None = None) -> RMSNorm:
+    return RMSNorm(c.rms_norm_eps, c.dtype, c.storage_dtype, axis)
 
 
 @dataclass(frozen=True)
 class Qwen3:
-    """`dta_jax.model.DecoderModel` for a `Qwen3Config`; a static argument of compiled functions."""
+    """`dta_jax.model.DecoderModel` for a `Qwen3Config`; a static argument of compiled functions.
+
+    With a `tensor_axis`, the config's numbers of heads and its MLP are those of one device (see `split`).
+    """
 
     config: Qwen3Config
+    tensor_axis: str | None = None
 
     @property
     def num_layers(self) -> int:
@@ -282,15 +307,29 @@ class Qwen3:
         self, layer: LayerParams, x: jax.Array, position: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The layer up to its attention; see `DecoderModel.qkv`."""
-        return _apply(Block(self.config), layer, x, position, method="qkv")
+        return _apply(Block(self.config, self.tensor_axis), layer, x, position, method="qkv")
 
     def mix(self, layer: LayerParams, x: jax.Array, o: jax.Array) -> jax.Array:
         """The layer from its attention output on; see `DecoderModel.mix`."""
-        return _apply(Block(self.config), layer, x, o, method="mix")
+        return _apply(Block(self.config, self.tensor_axis), layer, x, o, method="mix")
 
     def final(self, params: LayerParams, x: jax.Array) -> jax.Array:
         """The last norm; see `DecoderModel.final`."""
         return _apply(_norm(self.config), params, x)
+
+    def split(self, axis: str, size: int) -> Qwen3:
+        """One device's share of heads and MLP; see `DecoderModel.split`."""
+        shares = {}
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+            whole = getattr(self.config, name)
+            if whole % size:
+                hint = f"choose {axis} such that it divides {whole}"
+                raise InputError(
+                    "model config", name, expected=f"a multiple of {axis}={size}", actual=whole, hint=hint
+                )
+            shares[name] = whole // size
+        del shares["vocab_size"]  # ids are checked against the whole
+        return Qwen3(dataclasses.replace(self.config, **shares), axis)
 
     def logical_axes(self, params: Params) -> Params:
         """Names of the parameters' dimensions; see `DecoderModel.logical_axes`."""

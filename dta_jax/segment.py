@@ -24,6 +24,7 @@ from jax import lax
 
 from dta_jax import attention
 from dta_jax.model import DecoderModel, LayerParams, Params
+from dta_jax.tensor_axis import local_index, lookup
 from dta_jax.types import accumulator_dtype
 
 
@@ -105,7 +106,7 @@ def run(
         return (model.mix(layer, x, out), k_stack, v_stack), (x, out, lse)
 
     index = jnp.arange(model.num_layers, dtype=jnp.int32)
-    start = (params["embed"][rows.token], stack.k, stack.v)
+    start = (lookup(params["embed"], rows.token, model.tensor_axis), stack.k, stack.v)
     (last, k, v), (xs, outs, lses) = lax.scan(body, start, (params["layers"], index))
     h = model.final(params["final"], last)
     stack = Stack(k, v, lax.dynamic_update_slice_in_dim(stack.h, h, first, 0))
@@ -172,10 +173,11 @@ def pull(
     xs = (params["layers"], residuals.x, residuals.out, residuals.lse, own.k, own.v, index)
     start = (dx, cotangents.k, cotangents.v, grads["layers"])
     (dx, dk, dv, layers), _ = lax.scan(body, start, xs, reverse=True)
+    token = local_index(rows.token, len(grads["embed"]), model.tensor_axis)
     grads = grads | {
         "layers": layers,
         "final": jax.tree.map(lambda total, d: total + d.astype(total.dtype), grads["final"], d_final),
-        "embed": grads["embed"].at[rows.token].add(dx.astype(grads["embed"].dtype)),
+        "embed": grads["embed"].at[token].add(dx.astype(grads["embed"].dtype), mode="drop"),
     }
     return grads, Stack(dk, dv, cotangents.h)
 

@@ -1,8 +1,8 @@
 """Exact losses and gradients over a prefix tree: each shared token is computed once.
 
-`tree_value_and_grad` interprets a schedule on one device. Its two kinds of operation are two jitted steps that
-the host dispatches one after the other, without waiting for any (`dta_jax.mesh_grad` runs the same steps in one
-program per mesh):
+`tree_value_and_grad` interprets a schedule on one device (`dta_jax.mesh_grad` runs the same steps on a mesh).
+Its two kinds of operation are two jitted steps that the host dispatches one after the other, without
+waiting for any:
 
     PUSH   h, K, V of some rows, written to their slots of the stack
     BACK   the same forward pass; then the loss of the rows' entries and its vjp. The rows first take over
@@ -183,7 +183,7 @@ def push(
     head = head_weights(params)
 
     def body(block: _Block, outputs: Outputs) -> Outputs:
-        found, _ = block.evaluate(stack.h, head)
+        found, _ = block.evaluate(stack.h, head, model.tensor_axis)
         return block.store(outputs, logp=found.logp, entropy=found.entropy)
 
     outputs = _for_entries(op, entries, body, outputs)
@@ -214,13 +214,20 @@ def back(
 
     def body(block: _Block, state: tuple) -> tuple:
         dh, d_head, outputs = state
-        found, h = block.evaluate(stack.h, head)
+        found, h = block.evaluate(stack.h, head, model.tensor_axis)
         per_entry = jax.vmap(jax.value_and_grad(loss_fn, argnums=(0, 1)))
         token_loss, (d_logp, d_entropy) = per_entry(found.logp, found.entropy, block.values)
         weight = block.values["weight"].astype(token_loss.dtype)
         d_logp, d_entropy = (jnp.where(block.real, weight * d, 0) for d in (d_logp, d_entropy))
         dh_rows, d_head_block = pull_block(
-            found, h, head, block.token, block.values["temperature"], d_logp, d_entropy
+            found,
+            h,
+            head,
+            block.token,
+            block.values["temperature"],
+            d_logp,
+            d_entropy,
+            model.tensor_axis,
         )
         outputs = block.store(outputs, logp=found.logp, entropy=found.entropy, token_loss=token_loss)
         total = outputs.loss + jnp.where(block.real, weight * token_loss, 0).sum()
@@ -273,9 +280,9 @@ class _Block(NamedTuple):
     source: jax.Array
     values: dict[str, jax.Array]
 
-    def evaluate(self, h: jax.Array, head: jax.Array) -> tuple[HeadBlock, jax.Array]:
+    def evaluate(self, h: jax.Array, head: jax.Array, axis: str | None) -> tuple[HeadBlock, jax.Array]:
         rows = h[self.source]
-        return evaluate_block(rows, head, self.token, self.values["temperature"]), rows
+        return evaluate_block(rows, head, self.token, self.values["temperature"], axis), rows
 
     def store(self, outputs: Outputs, **found: jax.Array) -> Outputs:
         def put(old: jax.Array, new: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ padded to buckets; lengths are data.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
@@ -72,7 +72,7 @@ def host_inputs(
     full = {"temperature": np.ones(E)} | dict(values)
     acc = accumulator_dtype(params["embed"].dtype)
 
-    def padded(array: np.ndarray) -> np.ndarray:
+    def padded(array: np.ndarray) -> Any:
         wide = acc if np.issubdtype(array.dtype, np.floating) else array.dtype
         return np.concatenate([array, np.ones(capacity - E)]).astype(wide)
 
@@ -113,5 +113,6 @@ def _host_op(op: OpOperands, keys: int) -> Op:
     """Pads the mask to all keys; slots that do not exist point behind them, where writes are dropped."""
     pad = (0, keys - len(op.q_start))
     slot = np.where(op.slot == NO_SLOT, keys + np.arange(op.width, dtype=np.int32), op.slot)
-    rows = Rows(op.token, op.position, slot, np.pad(op.q_start, pad), np.pad(op.q_end, pad))
-    return Op(rows, np.int32(op.count), np.int32(op.entry_start), np.int32(op.entry_stop))
+    rows: Any = (op.token, op.position, slot, np.pad(op.q_start, pad), np.pad(op.q_end, pad))
+    numbers: Any = map(np.int32, (op.count, op.entry_start, op.entry_stop))
+    return Op(Rows(*rows), *numbers)
