@@ -18,14 +18,23 @@ from dta_jax.composite_losses import Sum
 from dta_jax.config import load_config, operative_config
 from dta_jax.diagnostics import NonFiniteError
 from dta_jax.errors import InputError, run_command
+from dta_jax.hf_weights import save_folder
 from dta_jax.losses import NLL, KLPenalty, PPOClip
 from dta_jax.metrics import read_metrics
 from dta_jax.optimizer import learning_rate, make_optimizer
-from dta_jax.qwen3 import Qwen3Config
+from dta_jax.qwen3 import Qwen3, Qwen3Config
 from dta_jax.reference import dense_value_and_grad
 from dta_jax.rollouts import save_rollouts
 from dta_jax.sequence_losses import SequenceSum
-from dta_jax.settings import AdamW, Aggregate, GroupNormalized, Planner, RecordedRollouts, Train
+from dta_jax.settings import (
+    AdamW,
+    Aggregate,
+    GroupNormalized,
+    HuggingFaceModel,
+    Planner,
+    RecordedRollouts,
+    Train,
+)
 from dta_jax.synthetic import SyntheticRollouts, generate_rollouts
 from dta_jax.train import State, main, prepare, run_training, train_step
 
@@ -135,6 +144,23 @@ def test_ppo_starts_at_ratio_one_and_improves(tmp_path):
     assert rows[0]["loss"] == pytest.approx(0, abs=1e-6)  # advantages of a group add up to 0
     assert rows[-1]["loss"] < -0.05
     assert np.load(tmp_path / "starting_logp.npy").dtype == np.float32
+
+
+def test_a_model_folder_is_trained_in_bfloat16_on_float32_master_weights(tmp_path):
+    model = Qwen3(dataclasses.replace(MODEL, dtype="bfloat16"))
+    params = model.init(jax.random.key(3))
+    save_folder(tmp_path / "hf", model.config, params)
+    folder = HuggingFaceModel(str(tmp_path / "hf"))
+    prepared = prepare(dataclasses.replace(SFT, model=folder, optimizer=AdamW(1e-4)))
+    master = prepared.starting_params()
+    assert {leaf.dtype for leaf in jax.tree.leaves(master)} == {jnp.dtype("float32")}
+    for a, b in zip(jax.tree.leaves(master), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(a, b.astype(jnp.float32))
+    state, row = train_step(prepared, State(master, prepared.optimizer.init(master)), 1, {}, tmp_path)
+    assert row["loss"] == pytest.approx(np.log(48), rel=0.05)
+    moved = state.params["embed"] - params["embed"].astype(jnp.float32)
+    assert 0 < float(jnp.abs(moved).max()) < 1e-3  # smaller than a bfloat16 could hold
+    assert state.params["embed"].dtype == jnp.float32
 
 
 def test_recorded_logprobs_are_the_old_policy(tmp_path):
