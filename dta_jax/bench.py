@@ -28,18 +28,11 @@ from dta_jax.losses import NLL
 from dta_jax.model import DecoderModel, Params
 from dta_jax.qwen3 import PRESETS, Qwen3, Qwen3Config, preset
 from dta_jax.rollouts import load_rollouts, samples_from_rollouts
-from dta_jax.schedule import compile_schedule
+from dta_jax.schedule import STRATEGIES, compile_schedule
 from dta_jax.synthetic import SyntheticRollouts, generate_rollouts
 from dta_jax.trie import build_trie, entry_rows, leafize
 from dta_jax.types import BACK, PUSH, Samples, Schedule, Trie
 
-STRATEGIES: Final = (
-    "packed",
-    "branch",
-    "branch+cut_tail",
-    "branch+cut_tail+order",
-    "branch+cut_tail+order+large_chunk",
-)
 DENSE: Final = ("dense", "dense_remat", "leafized")
 PAD_TO: Final = 512  # lengths of dense sequences are padded to multiples of it
 SMALL: Final = 64  # ... or of this, when no sequence is longer than PAD_TO
