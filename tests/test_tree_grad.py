@@ -150,7 +150,6 @@ def test_permuted_sequences_permute_outputs_and_keep_the_gradient():
 def test_tokens_off_the_path_change_no_bit():
     """Isolation: everything that is not on sequence 0's path gets other tokens, the tree keeps its shape."""
     model, params = make_model()
-    rng = np.random.default_rng(2)
     trunk, tail = np.array([1, 2, 3], np.int32), np.array([4, 5, 6], np.int32)
 
     def batch(a, b):
@@ -159,7 +158,6 @@ def test_tokens_off_the_path_change_no_bit():
         return Samples(sequences, np.zeros(4, np.int32), np.arange(2, 6), {"weight": np.full(4, 0.25)})
 
     got = [run_tree(model, params, s, NLL(), c) for c in (2, 5, 16) for s in (batch(7, 8), batch(9, 10))]
-    del rng
     for one, other in zip(got[::2], got[1::2], strict=True):
         np.testing.assert_array_equal(one.logp, other.logp)
         np.testing.assert_array_equal(one.loss, other.loss)
