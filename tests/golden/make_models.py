@@ -36,7 +36,10 @@ CASES = {
     "qwen3_tied": ("qwen3", {"head_dim": 10, "tie_word_embeddings": True, "rope_parameters": THETA}),
     "qwen3_yarn": ("qwen3", {"head_dim": 8, "rope_parameters": YARN}),
     "qwen3_bias_linear": ("qwen3", {"head_dim": 8, "attention_bias": True, "rope_parameters": LINEAR}),
-    "qwen2": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": THETA}),
+    "qwen2": (
+        "qwen2",
+        {"tie_word_embeddings": True, "rope_parameters": THETA, "rms_norm_eps": 1e-3},
+    ),
     "llama": ("llama", {"rope_parameters": LLAMA3, "mlp_bias": True}),
 }
 SHARDED = "qwen3_yarn"
