@@ -287,7 +287,10 @@ def run_training(
                 )
 
     train, rows = run.train, []
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(out, "--out", expected="a folder", actual=error.strerror) from None
     with CheckpointStore(out / "checkpoints", keep=train.checkpoints.keep) as store:
         start, state = first_state(run, store, check)
         (out / "operative_config.gin").write_text(config_text, encoding="utf-8")

@@ -431,6 +431,11 @@ def test_without_out_every_run_has_its_own_folder(config, monkeypatch, tmp_path,
     assert (folder / "metrics.jsonl").exists()
 
 
+def test_out_must_be_a_folder(config, tmp_path, capsys):
+    status, err = command(capsys, config, "--out", tmp_path / "r.npz")
+    assert (status, err) == (2, f"error: {tmp_path / 'r.npz'}: --out: expected a folder; got File exists\n")
+
+
 def rewrite(path: Path, **changes: np.ndarray) -> None:
     with np.load(path) as file:
         arrays = dict(file)
