@@ -35,7 +35,6 @@ from dta_jax.model import DecoderModel, Params
 from dta_jax.segment import num_keys
 from dta_jax.sharding import (
     DATA,
-    TENSOR,
     Specs,
     compute_specs,
     data_axis,
@@ -43,6 +42,7 @@ from dta_jax.sharding import (
     physical,
     place,
     ranks_sharding,
+    split_over,
 )
 from dta_jax.tree_grad import LossFn, Outputs, back, in_callers_order, push, start, start_forward
 from dta_jax.tree_inputs import Entries, Op
@@ -100,7 +100,7 @@ def mesh_value_and_grad(
     Args:
       mesh: from `MeshShape.make`.
       model: the whole model; hashable.
-      params: placed by `compute_specs`.
+      params: from `place_params`.
       plan: from `plan_ranks`, for as many ranks as the mesh has along `data`.
       values, loss_fn: as in `tree_value_and_grad`.
       entry_capacity, max_operations: E' and O of every rank, to keep compiled shapes; 0 rounds up what they
@@ -169,7 +169,7 @@ class _Program(NamedTuple):
     def of(cls, mesh: Mesh, model: DecoderModel, params: Params, plan: MeshPlan) -> _Program:
         return cls(
             mesh,
-            model.split(TENSOR, mesh.shape[TENSOR]) if mesh.shape[TENSOR] > 1 else model,
+            split_over(mesh, model),
             plan.stack_slots,
             branches(plan.chunk_size),
             tuple(jax.tree.leaves(compute_specs(model, params))),

@@ -133,6 +133,25 @@ def master_specs(model: DecoderModel, params: Params, mesh: Mesh) -> Specs:
     )
 
 
+def split_over(mesh: Mesh, model: DecoderModel) -> DecoderModel:
+    """The model as one device of the mesh computes it.
+
+    Raises:
+      InputError: the `tensor` devices do not divide its heads, MLP or vocabulary.
+    """
+    return model.split(TENSOR, mesh.shape[TENSOR]) if mesh.shape[TENSOR] > 1 else model
+
+
+def place_params(mesh: Mesh, model: DecoderModel, params: Params) -> Params:
+    """Parameters on the mesh as they are computed with.
+
+    Raises:
+      InputError: see `split_over`.
+    """
+    split_over(mesh, model)
+    return jax.device_put(params, shardings(mesh, compute_specs(model, params)))
+
+
 def data_axis(spec: PartitionSpec) -> int | None:
     """The dimension that is cut over `data`, if any."""
     return spec.index(DATA) if DATA in spec else None

@@ -1,0 +1,53 @@
+"""One of two processes with two CPU devices each; started by `test_hosts`.
+
+gradient OUT     the shared batch's gradient and one update on 2 x 2; process 0 saves them to OUT
+die              process 1 is killed between two steps
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import jax
+import numpy as np
+
+jax.config.update("jax_num_cpu_devices", 2)
+
+from dta_jax.hosts import Hosts, connect, guarded  # noqa: E402
+from dta_jax.mesh_grad import everywhere  # noqa: E402
+from dta_jax.optimizer import make_optimizer  # noqa: E402
+from dta_jax.settings import AdamW  # noqa: E402
+from dta_jax.sharding import MeshShape  # noqa: E402
+from dta_jax.zero import ShardedOptimizer  # noqa: E402
+from tests.mesh.runs import UNTIED, biased_and_shaken, run_mesh  # noqa: E402
+from tests.trees import random_samples  # noqa: E402
+
+SHAPE = "data=2,tensor=2"
+
+
+def main() -> None:
+    connect(Hosts.from_environment())
+    assert jax.process_count() == 2
+    assert jax.device_count() == 4
+    model, start = biased_and_shaken(**UNTIED)
+    got = run_mesh(SHAPE, model, start, random_samples(3))
+    if sys.argv[1] == "die":
+        loss = got.loss
+        if jax.process_index() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(1000):
+            assert run_mesh(SHAPE, model, start, random_samples(3)).loss == loss
+        return
+    sharded = ShardedOptimizer.on(MeshShape.parse(SHAPE).make(), model, make_optimizer(AdamW()))
+    grads = got.grads
+    state = sharded.update(sharded.init(start), grads)
+    found = {"loss": got.loss, "logp": got.logp}
+    for name, tree in (("grads", got.grads), ("params", state.params)):
+        found |= {name + jax.tree_util.keystr(p): everywhere(a) for p, a in jax.tree.leaves_with_path(tree)}
+    if jax.process_index() == 0:
+        np.savez(sys.argv[2], **found)
+
+
+guarded(main)
