@@ -27,7 +27,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dta_jax.planner import CostModel, Segments, Span, Step, fit_width, segments_of, trunk_rows, widths
+from dta_jax.planner import (
+    CostModel,
+    Segments,
+    Span,
+    Step,
+    fit_width,
+    next_rows,
+    segments_of,
+    trunk_rows,
+    widths,
+)
 from dta_jax.types import BACK, NO_PARENT, PUSH, Trie
 
 
@@ -143,9 +153,12 @@ class _Packer:
             rows = min(wanted, self.limit - self.height)
             may_push = rows == wanted or (rows >= narrowest and self._within_reach() < self.chunk_size)
             if wanted and may_push and not self._fills():
-                self.steps.append(Step(PUSH, self._next_trunk(self._push_rows(rows))))
+                if rows < wanted:
+                    rows = max(width for width in widths(self.chunk_size) if width <= rows)
+                rows = next_rows(rows, self.chunk_size, self.cost.launch)
+                self.steps.append(Step(PUSH, self._next_trunk(rows)))
             else:
-                self._run_chunk()
+                self._run_chunk(next_rows(self.unrun, self.chunk_size, self.cost.launch))
         return self.steps
 
     def _fills(self) -> bool:
@@ -157,15 +170,6 @@ class _Packer:
         piece = self.trunk[self.next]
         path = int(self.depth[piece.first]) + self.next_done
         return self.shelf.rows + self.height - path
-
-    def _push_rows(self, rows: int) -> int:
-        """How many of the next `rows` trunk rows one operation pushes: a full width, or all with padding."""
-        if rows in (full := widths(self.chunk_size)):
-            return rows
-        below = max((width for width in full if width < rows), default=0)
-        padding = fit_width(rows, self.chunk_size) - rows
-        all_at_once = rows == self.unpushed and self.cost.push * padding <= self.cost.launch
-        return rows if all_at_once or not below else below
 
     def _next_trunk(self, rows: int) -> list[Span]:
         """Puts the next trunk rows on the stack, and on the shelf what hangs from the pieces completed."""
@@ -194,9 +198,9 @@ class _Packer:
             self.filler.append(piece)
             self.filler_rows += piece.left
 
-    def _run_chunk(self) -> None:
-        """One BACK, and before it the PUSH of the tops of twigs that had to be split for it."""
-        gap, freed = self.chunk_size, 0
+    def _run_chunk(self, rows: int) -> None:
+        """One BACK of `rows` rows; before it the PUSH of the tops of twigs that had to be split for it."""
+        gap, freed = rows, 0
         spans: list[Span] = []
         tops: list[Span] = []
         while gap:
@@ -212,14 +216,14 @@ class _Packer:
                 freed += span[1] - span[0]
             elif not self._split(gap, tops):
                 break
+        self.unrun -= rows - gap
         if tops:
-            rows = sum(stop - start for start, stop in tops)
-            spare = fit_width(rows, self.chunk_size) - rows
+            pushed = sum(stop - start for start, stop in tops)
+            spare = fit_width(pushed, self.chunk_size) - pushed
             more = min(spare, self.unpushed, self.limit - self.height)
             self.steps.append(Step(PUSH, sorted(tops + self._next_trunk(more))))
         self.steps.append(Step(BACK, sorted(spans)))
         self.height -= freed
-        self.unrun -= self.chunk_size - gap
 
     def _take_filler(self, gap: int) -> Span:
         """At most `gap` rows from the bottom of the piece that became filler last."""
@@ -240,9 +244,10 @@ class _Packer:
         own = int(self.segments.stop[twig.segment]) - twig.first
         top = min(own, twig.size - gap)
         room = min(self.chunk_size - sum(b - a for a, b in tops), self.limit - self.height)
-        visible = 1 + self.cost.attention * int(self.depth[twig.first])
-        push_cost = self.cost.push * top * visible + self.cost.launch
-        if top > room or push_cost > gap * (self.cost.backward + self.cost.launch / self.chunk_size):
+        context = self.cost.attention * int(self.depth[twig.first])
+        push_cost = self.cost.push * (self.cost.launch + top * (1 + context))
+        padding_cost = self.cost.backward * gap * (1 + self.cost.launch / self.chunk_size)
+        if top > room or push_cost > padding_cost:
             return False
         self.shelf.take(twig.size)
         piece = _Piece(twig.first, top, twig.above, 0)

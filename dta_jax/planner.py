@@ -26,19 +26,20 @@ class CostModel:
 
     An operation of W rows (padding included) whose rows see p keys in all costs
 
-        launch + weight * (W + attention * p),   weight = `backward` for BACK, `push` for PUSH
+        weight * (launch + W + attention * p),   weight = `backward` for BACK, `push` for PUSH
 
     Attributes:
       backward: BACK runs forward, and two products for every one of the forward pass.
       push: forward only.
-      attention: cost of one visible query-key pair; 0 leaves context length out of account.
-      launch: what an operation costs however few its rows are.
+      attention: a visible query-key pair over a row; 0 leaves context length out of account.
+      launch: what every operation costs, in rows. BACK touches every gradient, PUSH every weight: on a GPU
+        that takes as long as the arithmetic of a few hundred rows.
     """
 
     backward: float = 3.0
     push: float = 1.0
     attention: float = 0.0
-    launch: float = 32.0
+    launch: float = 256.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -113,6 +114,15 @@ def widths(chunk_size: int) -> tuple[int, ...]:
 def fit_width(rows: int, chunk_size: int) -> int:
     """The smallest width that holds `rows`, at most C."""
     return min(width for width in widths(chunk_size) if width >= rows)
+
+
+def next_rows(rows: int, chunk_size: int, launch: float) -> int:
+    """Rows of the next operation when `rows` are left: C, or all, or a full width if padding costs more."""
+    if rows >= chunk_size:
+        return chunk_size
+    below = max((width for width in widths(chunk_size) if width < rows), default=0)
+    cheaper = below + launch + fit_width(rows - below, chunk_size) < fit_width(rows, chunk_size)
+    return below if below and cheaper else rows
 
 
 def push_steps(spans: list[Span], chunk_size: int) -> list[Step]:
