@@ -14,6 +14,8 @@ from dta_jax.tree_grad import LossFn, back_step, push_step, start
 from dta_jax.tree_inputs import prepare
 from dta_jax.types import PUSH, Schedule
 
+Programs = dict[tuple[int, int], jax.stages.Lowered]
+
 
 def step_memory(
     model: DecoderModel,
@@ -31,19 +33,32 @@ def step_memory(
     Returns:
       {(kind, width): bytes}: parameters, stack, cotangents, gradients, entries, results and temporaries.
     """
+    programs = lower_steps(model, params, schedule, values, loss_fn, entry_capacity=entry_capacity)
+    return {which: peak_bytes(lowered.compile()) for which, lowered in programs.items()}
+
+
+def lower_steps(
+    model: DecoderModel,
+    params: Params,
+    schedule: Schedule,
+    values: Mapping[str, np.ndarray],
+    loss_fn: LossFn,
+    *,
+    entry_capacity: int = 0,
+) -> Programs:
+    """The programs that the schedule runs, {(kind, width): lowered}; arguments as in `step_memory`."""
     entries, ops = prepare(model, params, schedule, values, entry_capacity)
-    keys = num_keys(schedule.stack_slots, schedule.chunk_size)
+    keys, S = num_keys(schedule.stack_slots, schedule.chunk_size), schedule.stack_slots
     carry = jax.eval_shape(functools.partial(start, model, capacity=len(entries.token), keys=keys), params)
-    found: dict[tuple[int, int], int] = {}
+    found: Programs = {}
     for kind, op in ops:
-        if (kind, len(op.rows.token)) in found:
+        which = kind, len(op.rows.token)
+        if which in found:
             continue
-        S = schedule.stack_slots
         if kind == PUSH:
-            lowered = push_step.lower(model, params, (carry.stack, carry.outputs), op, entries, S)
+            found[which] = push_step.lower(model, params, (carry.stack, carry.outputs), op, entries, S)
         else:
-            lowered = back_step.lower(model, loss_fn, params, carry, op, entries, S)
-        found[kind, len(op.rows.token)] = peak_bytes(lowered.compile())
+            found[which] = back_step.lower(model, loss_fn, params, carry, op, entries, S)
     return found
 
 

@@ -262,11 +262,13 @@ def _take(cotangents: Stack, slot: jax.Array, first: int) -> tuple[Stack, Stack]
         cotangents.v.at[:, :, slot].get(mode="fill", fill_value=0),
         cotangents.h.at[slot].get(mode="fill", fill_value=0),
     )
+    # Cleared by subtracting what was read, not by writing zeros: the clearing then depends on the reading,
+    # and the compiler needs no copy of the stack to keep the two apart.
     behind = slice(first, first + width)
     rest = Stack(
-        cotangents.k.at[:, :, slot].set(0, mode="drop").at[:, :, behind].set(0),
-        cotangents.v.at[:, :, slot].set(0, mode="drop").at[:, :, behind].set(0),
-        cotangents.h.at[slot].set(0, mode="drop").at[behind].set(0),
+        cotangents.k.at[:, :, slot].add(-own.k, mode="drop").at[:, :, behind].set(0),
+        cotangents.v.at[:, :, slot].add(-own.v, mode="drop").at[:, :, behind].set(0),
+        cotangents.h.at[slot].add(-own.h, mode="drop").at[behind].set(0),
     )
     return own, rest
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -295,6 +297,17 @@ def test_memory_does_not_depend_on_the_number_of_branches():
         peak = memory.step_memory(model, params, schedule, samples.values, NLL(), entry_capacity=CAPACITY)
         peaks.append(max(peak.values()))
     assert max(peaks) <= 1.02 * min(peaks)
+
+
+def test_a_step_copies_neither_stack_nor_gradients():
+    """Donated stacks and accumulators are updated in place: the compiled step holds no copy of one."""
+    model, params = make_model(vocab_size=1024, intermediate_size=512)
+    schedule = compile_schedule(build_trie([np.arange(16)]), np.array([15]), chunk_size=16, stack_slots=2048)
+    lowered = memory.lower_steps(model, params, schedule, {"weight": np.ones(1)}, NLL())
+    for text in (step.compile().as_text() for step in lowered.values()):
+        copied = re.findall(r"= f32\[([\d,]+)\]\S* copy\(", text)
+        sizes = [math.prod(map(int, shape.split(","))) for shape in copied]
+        assert max(sizes) < 2 * 2 * 2048 * 4 / 2, copied  # half of K, in elements
 
 
 class TestBrokenOnPurpose:
