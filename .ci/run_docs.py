@@ -1,4 +1,4 @@
-"""Runs every shell command that the given Markdown files show: the blocks fenced as ```bash.
+"""Runs what the given Markdown files show: commands in blocks fenced as ```bash, and ```python blocks whole.
 
 Commands run in a scratch folder that holds links to the repository's configs and a small recorded file,
 ROLLOUTS.npz, which the texts use as the name of the reader's own. Commands that install are taken as
@@ -24,16 +24,22 @@ TESTS = re.compile(r"^python -m pytest")  # a job of its own
 TIMEOUT = 600
 
 
-def commands(text: str) -> list[str]:
-    """Commands of the bash blocks, one per line; lines ending in a backslash are joined."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    parts = [part.strip() for line in lines for part in line.split("#")[0].split("&&")]
-    return [part for part in parts if part and not INSTALLS.match(part) and not TESTS.match(part)]
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def commands(text: str) -> list[list[str]]:
+    """Arguments of what is to run: the bash blocks' commands, one per line, and the Python blocks."""
+    lines = "\n".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
+    parts = [part.strip() for line in lines for part in line.split(" #")[0].split("&&")]
+    shell = [part for part in parts if part and not INSTALLS.match(part) and not TESTS.match(part)]
+    return [["bash", "-c", part] for part in shell] + [
+        [sys.executable, "-c", block] for block in blocks(text, "python")
+    ]
 
 
 def main() -> int:
-    seen: set[str] = set()
+    seen: list[list[str]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for name in ("configs", "benchmarks", "notebooks"):
             os.symlink(ROOT / name, Path(scratch, name))
@@ -43,12 +49,11 @@ def main() -> int:
             for command in commands(Path(file).read_text()):
                 if command in seen:
                     continue
-                seen.add(command)
+                seen.append(command)
                 start = time.monotonic()
-                done = subprocess.run(
-                    ["bash", "-c", command], cwd=scratch, timeout=TIMEOUT, capture_output=True, text=True
-                )
-                print(f"{file}: {command}: {time.monotonic() - start:.0f} s, status {done.returncode}")
+                done = subprocess.run(command, cwd=scratch, timeout=TIMEOUT, capture_output=True, text=True)
+                name, seconds = command[-1].splitlines()[0], time.monotonic() - start
+                print(f"{file}: {name}: {seconds:.0f} s, status {done.returncode}", flush=True)
                 if done.returncode:
                     print(done.stdout[-3000:], done.stderr[-3000:], sep="\n")
                     return 1
