@@ -4,11 +4,15 @@ Methods are the dense baselines of `dta_jax.reference` (`dense`, `dense_remat`, 
 the leaves only) and every strategy of the planner (`packed`, ...). One JSON object per method and chunk
 goes to stdout; see `docs/benchmarks.md` for its fields. Methods take turns, so that a machine's slow
 minutes hit all of them.
+
+With `--mesh` the tree methods run on a mesh of devices, the dense ones on the first. `--balance` runs
+nothing: it compares the ways to split the sequences over ranks (`dta_jax.balance`).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -21,14 +25,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dta_jax import memory, reference, tree_grad, workload
+from dta_jax import memory, mesh_grad, reference, tree_grad, workload
+from dta_jax.balance import AUTO, METHODS, compare_methods
 from dta_jax.errors import InputError, run_command
 from dta_jax.hf_weights import load_model
 from dta_jax.losses import NLL
+from dta_jax.mesh_plan import plan_ranks
 from dta_jax.model import DecoderModel, Params
 from dta_jax.qwen3 import PRESETS, Qwen3, Qwen3Config, preset
 from dta_jax.rollouts import load_rollouts, samples_from_rollouts
 from dta_jax.schedule import STRATEGIES, compile_schedule
+from dta_jax.sharding import MeshShape, place_params
 from dta_jax.synthetic import SyntheticRollouts, generate_rollouts
 from dta_jax.trie import build_trie, entry_rows, leafize
 from dta_jax.types import BACK, PUSH, Samples, Schedule, Trie
@@ -62,14 +69,18 @@ class Case:
     peak_bytes: Callable[[], int]
 
 
-def make_cases(work: Workload, methods: Sequence[str], chunks: Sequence[int]) -> list[Case]:
-    """Every method; those with a schedule at every chunk size."""
+def make_cases(
+    work: Workload, methods: Sequence[str], chunks: Sequence[int], mesh: MeshShape | None = None
+) -> list[Case]:
+    """Every method; those with a schedule at every chunk size, on the mesh if there is one."""
     cases = []
     for method in methods:
         if method in DENSE:
             cases.append(_dense_case(work, method))
-        else:
+        elif mesh is None:
             cases += [_tree_case(work, method, chunk) for chunk in chunks]
+        else:
+            cases += [_mesh_case(work, method, chunk, mesh) for chunk in chunks]
     return cases
 
 
@@ -119,6 +130,35 @@ def _tree_case(work: Workload, strategy: str, chunk_size: int) -> Case:
 
 def _tree_peak_bytes(work: Workload, schedule: Schedule) -> int:
     return max(memory.step_memory(work.model, work.params, schedule, work.samples.values, NLL()).values())
+
+
+def _mesh_case(work: Workload, strategy: str, chunk_size: int, shape: MeshShape) -> Case:
+    samples = work.samples
+    rows = entry_rows(work.trie, samples.sequence, samples.position)
+    plan = plan_ranks(work.trie, samples.sequence, rows, shape.data, chunk_size=chunk_size, strategy=strategy)
+    kinds = np.concatenate([schedule.kind for schedule in plan.schedules])
+    report = _report(work, strategy, chunk_size, workload.tree_work(work.trie)) | {
+        "backward_tokens_executed": plan.backward_tokens_executed,
+        "forward_tokens_executed": plan.forward_tokens_executed,
+        "backs": int((kinds == BACK).sum()),
+        "pushes": int((kinds == PUSH).sum()),
+        "mesh": f"data={shape.data},tensor={shape.tensor}",
+        "max_tree_tokens": plan.assignment.report.max_tree_tokens,
+    }
+
+    @functools.cache
+    def arguments() -> tuple[Any, ...]:
+        mesh = shape.make()
+        params = place_params(mesh, work.model, work.params)
+        return mesh, work.model, params, plan, samples.values, NLL()
+
+    def run() -> mesh_grad.MeshResult:
+        return mesh_grad.mesh_value_and_grad(*arguments())
+
+    def peak_bytes() -> int:
+        return memory.peak_bytes(mesh_grad.lower_value_and_grad(*arguments()).compile())
+
+    return Case(report, run=run, warm_up=run, peak_bytes=peak_bytes)
 
 
 def _report(work: Workload, method: str, chunk: int | None, useful: tuple[int, int]) -> dict[str, Any]:
@@ -172,7 +212,7 @@ def measure(work: Workload, cases: Sequence[Case], repeat: int, check: bool) -> 
     for case, times in zip(cases, seconds, strict=True):
         found = {"seconds": statistics.median(times), "peak_bytes": case.peak_bytes()}
         if want is not None:
-            found["grad_rel_err"] = gradient_error(case.run().grads, want)
+            found["grad_rel_err"] = gradient_error(jax.device_get(case.run().grads), want)
         yield case.report | found
 
 
@@ -229,7 +269,7 @@ def make_workload(args: argparse.Namespace) -> Workload:
     samples = Samples(
         samples.sequences, samples.sequence, samples.position, {"weight": np.full(count, 1 / max(count, 1))}
     )
-    model, params = make_model(args.model, vocab_size, args.dtype, shapes_only=args.plan_only)
+    model, params = make_model(args.model, vocab_size, args.dtype, shapes_only=args.plan_only or args.balance)
     return Workload(model, params, samples, build_trie(samples.sequences))
 
 
@@ -268,13 +308,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--tasks", metavar="0-3", help="only these task ids")
     add("--model", default="tiny", help="a preset, a Hugging Face folder, or a JSON object of config fields")
     add("--vocab-mod", type=int, metavar="N", help="take token ids modulo N")
-    add("--methods", default="dense,dense_remat,leafized,packed", help="with commas")
+    add("--methods", help="with commas (dense,dense_remat,leafized,packed; with --balance, all)")
     add("--chunk", default="256", metavar="N,...", help="chunk sizes of the tree methods")
     add("--dtype", choices=("float32", "bfloat16", "float64"), help="of parameters and activations")
     add("--repeat", type=int, default=3, help="timed runs of each method; the median is reported")
     add("--thinking", type=float, metavar="MEAN", help="insert a run of ids before each completion")
     add("--plan-only", action="store_true", help="count, run nothing")
     add("--check", action="store_true", help="compare each gradient with the dense oracle's")
+    add("--mesh", metavar="data=4,tensor=2", help="run the tree methods on a mesh of devices")
+    add("--balance", action="store_true", help="compare the ways to split the sequences over ranks")
+    add("--ranks", default="2,4,8", metavar="K,...", help="numbers of ranks, for --balance")
     add("--json", action="store_true", help="JSON lines (the default is a table)")
     return parser
 
@@ -284,17 +327,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
     if args.repeat < 1:
         raise InputError("--repeat", "value", expected="at least 1", actual=args.repeat)
-    methods, chunks = _names(args.methods), _numbers("--chunk", args.chunk)
+    if args.balance:
+        for row in balance_rows(args):
+            print(json.dumps(row) if args.json else _balance_line(row), flush=True)
+        return
+    methods = _names("dense,dense_remat,leafized,packed" if args.methods is None else args.methods)
+    chunks = _numbers("--chunk", args.chunk)
+    mesh = None if args.mesh is None else MeshShape.parse(args.mesh)
     if args.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     work = make_workload(args)
-    cases = make_cases(work, methods, chunks)
+    cases = make_cases(work, methods, chunks, mesh)
     if args.plan_only:
         rows: Any = (case.report | {"peak_bytes": None} for case in cases)
     else:
         rows = measure(work, cases, args.repeat, args.check)
     for row in rows:
         print(json.dumps(row) if args.json else _line(row), flush=True)
+
+
+def balance_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The balancer's methods for every number of ranks: `BalanceReport.to_json()` and the seconds taken."""
+    methods = (AUTO, *METHODS) if args.methods is None else args.methods.split(",")
+    return compare_methods(make_workload(args).trie, _numbers("--ranks", args.ranks), methods)
+
+
+def _balance_line(row: dict[str, Any]) -> str:
+    loads = f"largest rank {row['max_tree_tokens']:>9,} of {row['sum_tree_tokens']:>10,} tree tokens"
+    found = f"imbalance {row['imbalance']:.4f}  {row['seconds']:.2f} s"
+    return f"{row['method']:16}{row['ranks']:>4} ranks  {loads}  {found}"
 
 
 def _line(row: dict[str, Any]) -> str:

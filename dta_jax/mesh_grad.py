@@ -118,6 +118,23 @@ def mesh_value_and_grad(
     return MeshResult(grads, outputs, plan)
 
 
+def lower_value_and_grad(
+    mesh: Mesh,
+    model: DecoderModel,
+    params: Params,
+    plan: MeshPlan,
+    values: Mapping[str, np.ndarray],
+    loss_fn: LossFn,
+    *,
+    entry_capacity: int = 0,
+    max_operations: int = 0,
+) -> jax.stages.Lowered:
+    """The program that `mesh_value_and_grad` would run with these arguments."""
+    operations, entries = _placed(mesh, model, params, plan, values, entry_capacity, max_operations)
+    program = _Program.of(mesh, model, params, plan)
+    return _value_and_grad.lower(program, loss_fn, params, operations, entries)
+
+
 def mesh_logprobs(
     mesh: Mesh,
     model: DecoderModel,

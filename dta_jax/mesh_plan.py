@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
@@ -19,10 +19,12 @@ import numpy as np
 from dta_jax.balance import AUTO, Assignment, balance, rank_trie
 from dta_jax.model import DecoderModel, Params
 from dta_jax.planner import widths
-from dta_jax.schedule import compile_schedule, round_slots
+from dta_jax.schedule import compile_schedule
 from dta_jax.segment import Rows, num_keys
 from dta_jax.tree_inputs import Entries, Op, entry_capacity, host_inputs
 from dta_jax.types import BACK, PUSH, Schedule, Trie
+
+FEWEST_OPERATIONS: Final = 16  # rows of the smallest table
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +145,7 @@ def stack_operations(
       plan: of the batch.
       values: float[E] by name, in the caller's order.
       capacity: E', the same on all ranks; 0 takes what the rank with most entries needs.
-      max_operations: O, to keep a compiled shape; 0 rounds the longest table up.
+      max_operations: O, to keep a compiled shape; 0 takes the power of two that holds the longest table.
 
     Raises:
       InputError: see `host_inputs`.
@@ -156,7 +158,7 @@ def stack_operations(
     index = {branch: i for i, branch in enumerate(branches(plan.chunk_size))}
     tables = [[(index[kind, len(op.rows.token)], op) for kind, op in ops] for _, ops in ranks]
     count = np.array([len(table) for table in tables], np.int32)
-    longest = max_operations or round_slots(max(1, int(count.max())))
+    longest = max_operations or max(FEWEST_OPERATIONS, 1 << (int(count.max()) - 1).bit_length())
     keys = num_keys(plan.stack_slots, plan.chunk_size)
     ops = _empty_operations((len(tables), longest), plan.chunk_size, keys)
     branch = np.zeros((len(tables), longest), np.int32)

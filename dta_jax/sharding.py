@@ -86,9 +86,8 @@ class MeshShape:
         good = needed <= len(devices) if jax.process_count() == 1 else needed == len(devices)
         if not good:
             expected = f"{len(devices)} devices, those that are there"
-            raise InputError(
-                "Mesh", "data x tensor", expected=expected, actual=f"{self.data} x {self.tensor}"
-            )
+            actual, hint = f"{self.data} x {self.tensor}", "on a CPU, JAX_NUM_CPU_DEVICES makes more"
+            raise InputError("Mesh", "data x tensor", expected=expected, actual=actual, hint=hint)
         grid = np.array(devices[:needed]).reshape(self.data, self.tensor)
         return Mesh(grid, (DATA, TENSOR), axis_types=(AxisType.Auto, AxisType.Auto))
 

@@ -10,9 +10,8 @@ import pytest
 
 from dta_jax import mesh_grad
 from dta_jax.errors import InputError
-from dta_jax.mesh_grad import mesh_logprobs
-from dta_jax.mesh_plan import stack_operations
-from dta_jax.sharding import MeshShape, compute_specs, physical, place_params, ranks_sharding
+from dta_jax.mesh_grad import lower_value_and_grad, mesh_logprobs
+from dta_jax.sharding import MeshShape, compute_specs, physical, place_params
 from dta_jax.types import Samples
 from tests.mesh.runs import BIASED, LOSS, OPERATIONS, UNTIED, biased_and_shaken, plan_for, run_mesh
 from tests.trees import CAPACITY, largest_error, random_samples, run_dense, run_tree
@@ -94,13 +93,9 @@ def lowered(shape, family):
     model, params = biased_and_shaken(**family)
     size, samples = MeshShape.parse(shape), random_samples(3)
     mesh, plan = size.make(), plan_for(samples, size.data)
-    arrays = stack_operations(
-        model, params, plan, samples.values, capacity=CAPACITY, max_operations=OPERATIONS
-    )
-    operations, entries = jax.device_put(arrays, ranks_sharding(mesh))
     placed = place_params(mesh, model, params)
-    program = mesh_grad._Program.of(mesh, model, params, plan)
-    return mesh_grad._value_and_grad.lower(program, LOSS, placed, operations, entries).compile()
+    buckets = {"entry_capacity": CAPACITY, "max_operations": OPERATIONS}
+    return lower_value_and_grad(mesh, model, placed, plan, samples.values, LOSS, **buckets).compile()
 
 
 def test_nothing_is_exchanged_over_data_before_the_gradients_are_summed():
