@@ -44,6 +44,7 @@ from dta_jax.settings import (
     RecordedRollouts,
     Train,
 )
+from dta_jax.sharding import MeshShape
 from dta_jax.synthetic import SyntheticRollouts
 
 BUILDERS: Final[Mapping[str, type]] = {
@@ -52,7 +53,7 @@ BUILDERS: Final[Mapping[str, type]] = {
         Train, SyntheticRollouts, RecordedRollouts, Qwen3Config, RopeScaling, HuggingFaceModel,
         NLL, PolicyGradient, PPOClip, CISPO, SAPO, KLPenalty, EntropyBonus, Sum, OffPolicy, BehaviourWeight,
         SequenceRatio, SequenceSum,
-        GroupNormalized, Aggregate, Planner, AdamW, Checkpoints,
+        GroupNormalized, Aggregate, Planner, AdamW, Checkpoints, MeshShape,
     )
 }  # fmt: skip
 

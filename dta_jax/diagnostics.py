@@ -20,6 +20,7 @@ import numpy as np
 
 from dta_jax.composite_losses import OffPolicy, Sum
 from dta_jax.losses import CISPO, SAPO, PolicyLoss, PPOClip, TokenLoss
+from dta_jax.mesh_plan import MeshPlan
 from dta_jax.sequence_losses import SequenceLoss, SequenceRatio, SequenceSum
 from dta_jax.types import Samples, Schedule
 
@@ -122,7 +123,7 @@ def staleness_diagnostics(versions: np.ndarray, current: int) -> dict[str, Any]:
     }
 
 
-def token_diagnostics(samples: Samples, schedule: Schedule) -> dict[str, int]:
+def token_diagnostics(samples: Samples, schedule: Schedule | MeshPlan) -> dict[str, int]:
     """Tokens counted four ways: in all sequences, in their tree, executed (padding too), with loss."""
     return {
         "flat_tokens": sum(len(s) for s in samples.sequences),

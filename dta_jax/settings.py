@@ -13,6 +13,7 @@ from dta_jax.errors import InputError
 from dta_jax.losses import CISPO, NLL, SAPO, PolicyGradient, PPOClip
 from dta_jax.qwen3 import Qwen3Config
 from dta_jax.sequence_losses import SequenceRatio, SequenceSum
+from dta_jax.sharding import MeshShape
 from dta_jax.synthetic import SyntheticRollouts
 from dta_jax.tree_inputs import CHUNK_MULTIPLE, MAX_ODD_CHUNK
 
@@ -193,6 +194,7 @@ class Train:
       advantages: how rewards become advantages; None for a loss that reads none.
       aggregate: how entries' losses become the batch's.
       optimizer, planner, checkpoints: see there.
+      mesh: the devices to run on, `data x tensor` of them.
       steps: optimizer updates in all.
       max_groups: only the first so many groups (tasks) that have a gradient; None for all.
       batch_groups: groups per update; always whole groups.
@@ -209,6 +211,7 @@ class Train:
     optimizer: AdamW = field(default_factory=AdamW)
     planner: Planner = field(default_factory=Planner)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    mesh: MeshShape = field(default_factory=MeshShape)
     steps: int = 100
     max_groups: int | None = None
     batch_groups: int = 1

@@ -55,7 +55,7 @@ class MeshShape:
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
             if not isinstance(size, int) or size < 1:
-                raise InputError("Mesh", name, expected="an integer, at least 1", actual=repr(size))
+                raise InputError("MeshShape", name, expected="an integer, at least 1", actual=repr(size))
 
     @classmethod
     def parse(cls, text: str) -> MeshShape:
@@ -87,7 +87,7 @@ class MeshShape:
         if not good:
             expected = f"{len(devices)} devices, those that are there"
             actual, hint = f"{self.data} x {self.tensor}", "on a CPU, JAX_NUM_CPU_DEVICES makes more"
-            raise InputError("Mesh", "data x tensor", expected=expected, actual=actual, hint=hint)
+            raise InputError("MeshShape", "data x tensor", expected=expected, actual=actual, hint=hint)
         grid = np.array(devices[:needed]).reshape(self.data, self.tensor)
         return Mesh(grid, (DATA, TENSOR), axis_types=(AxisType.Auto, AxisType.Auto))
 

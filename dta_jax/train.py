@@ -6,22 +6,26 @@
     DIR/starting_logp.npy      log-probabilities under the starting weights, where the loss reads them
 
 Every random choice is a function of seed and step, and so is the data position: parameters, optimizer
-state and step are the whole state, and a resumed run repeats the uninterrupted one bit for bit.
+state and step are the whole state, and a resumed run repeats the uninterrupted one bit for bit (on another
+mesh: up to rounding).
+
+`Train.mesh` says on how many devices. With several processes (`dta_jax.hosts`), every one runs this command
+on the same, shared DIR; process 0 writes the log.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import logging as absl_logging
@@ -33,22 +37,24 @@ from dta_jax.diagnostics import policy_diagnostics, reward_diagnostics, stop_if_
 from dta_jax.errors import InputError, run_command
 from dta_jax.hf_config import config_to_hf, read_config
 from dta_jax.hf_weights import load_params
+from dta_jax.hosts import Hosts, connect, guarded
 from dta_jax.metrics import MetricsLog, Progress
 from dta_jax.model import Params
 from dta_jax.optimizer import learning_rate, make_optimizer
 from dta_jax.qwen3 import Qwen3
 from dta_jax.settings import HuggingFaceModel, Train
 from dta_jax.tree_engine import BatchGradient, TreeEngine
+from dta_jax.zero import ShardedOptimizer, State
 
-# What may differ when a run is taken up again: nothing here changes what a step computes.
-FREE_ON_RESUME: Final = ("Train.steps", "Checkpoints.every", "Checkpoints.keep")
-
-
-class State(NamedTuple):
-    """What a step changes: float32 master weights and the optimizer's state."""
-
-    params: Params
-    opt_state: optax.OptState
+# What may differ when a run is taken up again: nothing here changes what a step computes, but for rounding.
+FREE_ON_RESUME: Final = (
+    "Train.steps",
+    "Checkpoints.every",
+    "Checkpoints.keep",
+    "Train.mesh",
+    "MeshShape.data",
+    "MeshShape.tensor",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +67,7 @@ class Run:
       dataset: all rollouts.
       order: which groups each step takes.
       engine: with buckets that hold every batch.
-      optimizer: of the float32 master weights.
+      optimizer: of the float32 master weights, which it keeps on the mesh.
     """
 
     train: Train
@@ -69,19 +75,20 @@ class Run:
     dataset: Dataset
     order: BatchOrder
     engine: TreeEngine
-    optimizer: optax.GradientTransformation
+    optimizer: ShardedOptimizer
 
     def batch(self, step: int, logprobs: Mapping[str, np.ndarray]) -> Batch:
         """The batch of a step, from 1."""
         return make_batch(self.dataset, self.train, self.order.groups(step - 1), logprobs)
 
     def starting_params(self) -> Params:
-        """The weights before the first step, float32."""
+        """The master weights before the first step."""
         source = self.train.model
+        places = jax.tree.map(lambda leaf: leaf.sharding, self.optimizer.like.params)
         if isinstance(source, HuggingFaceModel):
-            params = load_params(source.path, self.model.config)
+            params = load_params(source.path, self.model.config, sharding=places)
         else:
-            params = jax.jit(self.model.init)(jax.random.key(self.train.seed))
+            params = jax.jit(self.model.init, out_shardings=places)(jax.random.key(self.train.seed))
         return cast(params, "float32")
 
 
@@ -96,15 +103,18 @@ def prepare(train: Train) -> Run:
     else:
         config = train.model
     dataset = load_dataset(train, config.vocab_size)
+    mesh = train.mesh.make()
     engine = TreeEngine.for_batches(
         Qwen3(config),
         chunk_size=train.planner.chunk_size,
         strategy=train.planner.strategy,
         longest=dataset.longest,
         entries=int(np.sort(dataset.group_entries)[-train.batch_groups :].sum()),
+        mesh=mesh if mesh.size > 1 else None,
     )
     order = BatchOrder(len(dataset.groups), train.batch_groups, train.seed)
-    run = Run(train, Qwen3(config), dataset, order, engine, make_optimizer(train.optimizer))
+    optimizer = ShardedOptimizer.on(mesh, Qwen3(config), make_optimizer(train.optimizer))
+    run = Run(train, Qwen3(config), dataset, order, engine, optimizer)
     engine.plan(run.batch(1, {}).samples)
     return run
 
@@ -112,13 +122,6 @@ def prepare(train: Train) -> Run:
 def cast(params: Params, dtype: str) -> Params:
     """The weights in the dtype that they are computed with; what has it already is not copied."""
     return jax.tree.map(lambda leaf: leaf if leaf.dtype == dtype else leaf.astype(dtype), params)
-
-
-@functools.partial(jax.jit, static_argnames="optimizer", donate_argnames="state")
-def update(optimizer: optax.GradientTransformation, state: State, grads: Params) -> State:
-    """One optimizer update, in place."""
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    return State(optax.apply_updates(state.params, updates), opt_state)
 
 
 global_norm = jax.jit(optax.tree.norm)
@@ -145,7 +148,7 @@ def train_step(
     began = time.perf_counter()
     train = run.train
     batch = run.batch(step, logprobs)
-    params = cast(state.params, run.model.config.dtype)
+    params = run.optimizer.gather(state.params, run.model.config.dtype)
     if "prox_logp" in train.loss.required:
         prox, _ = run.engine.logprobs(params, batch.samples)
         batch = batch.with_values(prox_logp=prox)
@@ -160,7 +163,7 @@ def train_step(
         replay_dir=out,
     )
     with jax.transfer_guard("disallow"):
-        state = jax.block_until_ready(update(run.optimizer, state, found.grads))
+        state = jax.block_until_ready(run.optimizer.update(state, found.grads))
     row = {
         "step": step,
         "loss": found.loss,
@@ -213,9 +216,9 @@ def fixed_logprobs(run: Run, out: Path) -> dict[str, np.ndarray]:
         batch = run.batch(step, {})
         if np.isnan(known[batch.token_index]).any():
             if params is None:
-                params = cast(run.starting_params(), run.model.config.dtype)
+                params = run.optimizer.gather(run.starting_params(), run.model.config.dtype)
             known[batch.token_index], _ = run.engine.logprobs(params, batch.samples)
-    if params is not None:
+    if params is not None and jax.process_index() == 0:
         partial = out / ".starting_logp.partial.npy"
         np.save(partial, known)
         os.replace(partial, file)
@@ -249,10 +252,7 @@ def first_state(
     run: Run, store: CheckpointStore, check: Callable[[int, Mapping[str, Any]], None]
 ) -> tuple[int, State]:
     """Where to go on: the newest checkpoint; or step 0, the starting weights and a fresh optimizer."""
-    params = jax.eval_shape(run.model.init, jax.random.key(0))
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
-    like = State(params, jax.eval_shape(run.optimizer.init, params))
-    found = store.newest(like._asdict(), check)
+    found = store.newest(run.optimizer.like._asdict(), check)
     if found is not None:
         return found[0], State(**found[1])
     fresh = run.starting_params()
@@ -293,16 +293,19 @@ def run_training(
         raise InputError(out, "--out", expected="a folder", actual=error.strerror) from None
     with CheckpointStore(out / "checkpoints", keep=train.checkpoints.keep) as store:
         start, state = first_state(run, store, check)
-        (out / "operative_config.gin").write_text(config_text, encoding="utf-8")
+        writes = jax.process_index() == 0
+        if writes:
+            (out / "operative_config.gin").write_text(config_text, encoding="utf-8")
         logprobs = fixed_logprobs(run, out)
-        with (
-            MetricsLog(out / "metrics.jsonl", keep_through=start) as log,
-            Progress(start=start, steps=train.steps) as progress,
-        ):
+        with contextlib.ExitStack() as stack:
+            if writes:
+                log = stack.enter_context(MetricsLog(out / "metrics.jsonl", keep_through=start))
+                progress = stack.enter_context(Progress(start=start, steps=train.steps))
             for step in range(start + 1, train.steps + 1):
                 state, row = train_step(run, state, step, logprobs, out)
-                log.write(row)
-                progress.update(row)
+                if writes:
+                    log.write(row)
+                    progress.update(row)
                 rows.append(row)
                 if step % train.checkpoints.every == 0 or step == train.steps:
                     # Step, seed and rollouts: all that the next batch depends on.
@@ -328,11 +331,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--allow-changes", action="store_true", help="resume although bindings differ from the checkpoint's"
     )
     args = parser.parse_args(arguments)
+    connect(Hosts.from_environment())
     absl_logging.set_verbosity(absl_logging.ERROR)
     train = load_config(args.config, args.gin)
     text = operative_config()
+    if args.out is None and jax.process_count() > 1:
+        raise InputError("--out", "value", expected="one folder for all processes", actual="none")
     out = args.out or Path("runs", f"{Path(args.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     rows = run_training(prepare(train), out, text, allow_changes=args.allow_changes)
+    if jax.process_index() > 0:
+        return
     if not rows:
         print(f"{out}: nothing to do, step {train.steps} is reached; raise Train.steps to go on")
         return
@@ -345,4 +353,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(functools.partial(guarded, main))

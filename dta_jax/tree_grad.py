@@ -82,6 +82,11 @@ class TreeResult:
         return self.outputs.loss
 
     @property
+    def executed(self) -> jax.Array:
+        """int32[2], rows run by kind."""
+        return self.outputs.executed
+
+    @property
     def logp(self) -> np.ndarray:
         """[E] log-probability of each entry, in the caller's order. Waits for the device."""
         return in_callers_order(self.outputs.logp, self.schedule)

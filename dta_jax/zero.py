@@ -43,13 +43,15 @@ class ShardedOptimizer:
 
     Attributes:
       like: shapes, dtypes and shardings of the state; what a checkpoint is read into.
-      init: float32 weights, anywhere -> the first state.
+      place: float32 weights, anywhere -> master weights.
+      init: master weights -> the optimizer's first state.
       update: (state, gradients) -> the next state. The old one is donated.
       gather: (master weights, dtype) -> weights in that dtype, whole on every `data` rank.
     """
 
     like: State
-    init: Callable[[Params], State]
+    place: Callable[[Params], Params]
+    init: Callable[[Params], optax.OptState]
     update: Callable[[State, Params], State]
     gather: Callable[[Params, str], Params]
 
@@ -73,9 +75,8 @@ class ShardedOptimizer:
             state,
         )
 
-        @functools.partial(jax.jit, out_shardings=state)
-        def init(params: Params) -> State:
-            return State(params, optimizer.init(params))
+        init = jax.jit(optimizer.init, out_shardings=state.opt_state)
+        place = functools.partial(jax.device_put, device=master)
 
         @functools.partial(jax.jit, out_shardings=state, donate_argnums=0)
         def update(state: State, grads: Params) -> State:
@@ -90,7 +91,7 @@ class ShardedOptimizer:
             cut = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
             return jax.lax.with_sharding_constraint(cut, master)
 
-        return cls(like, lambda params: init(jax.device_put(params, master)), update, gather)
+        return cls(like, place, init, update, gather)
 
 
 def state_shardings(

@@ -18,6 +18,11 @@ from tests.trees import largest_error, random_samples
 ADAMW = make_optimizer(AdamW(learning_rate=1e-2, weight_decay=0.1, clip_norm=0.01))
 
 
+def begin(sharded, start):
+    master = sharded.place(start)
+    return State(master, sharded.init(master))
+
+
 @pytest.fixture(scope="module")
 def trained():
     """Two updates on 4 x 2, and the same on one device."""
@@ -25,7 +30,7 @@ def trained():
     grads = run_mesh("data=4,tensor=2", model, start, random_samples(3)).grads
     assert optax.tree.norm(grads) > 0.01  # so that clipping shows
     sharded = ShardedOptimizer.on(MeshShape(4, 2).make(), model, ADAMW)
-    state = sharded.init(start)
+    state = begin(sharded, start)
     plain = State(start, ADAMW.init(start))
     for _ in range(2):
         state = sharded.update(state, grads)
@@ -74,7 +79,7 @@ def test_any_transformation_with_state_per_element_is_taken(optimizer):
     sharded = ShardedOptimizer.on(MeshShape(8, 1).make(), model, optimizer)
     grads = jax.tree.map(jnp.sin, start)
     with jax.numpy_dtype_promotion("standard"):
-        got = sharded.update(sharded.init(start), grads)
+        got = sharded.update(begin(sharded, start), grads)
         updates, _ = optimizer.update(grads, optimizer.init(start), start)
     assert largest_error(jax.device_get(got.params), optax.apply_updates(start, updates)) < 2e-5
 

@@ -20,7 +20,7 @@ from dta_jax.mesh_grad import everywhere  # noqa: E402
 from dta_jax.optimizer import make_optimizer  # noqa: E402
 from dta_jax.settings import AdamW  # noqa: E402
 from dta_jax.sharding import MeshShape  # noqa: E402
-from dta_jax.zero import ShardedOptimizer  # noqa: E402
+from dta_jax.zero import ShardedOptimizer, State  # noqa: E402
 from tests.mesh.runs import UNTIED, biased_and_shaken, run_mesh  # noqa: E402
 from tests.trees import random_samples  # noqa: E402
 
@@ -42,7 +42,8 @@ def main() -> None:
         return
     sharded = ShardedOptimizer.on(MeshShape.parse(SHAPE).make(), model, make_optimizer(AdamW()))
     grads = got.grads
-    state = sharded.update(sharded.init(start), grads)
+    master = sharded.place(start)
+    state = sharded.update(State(master, sharded.init(master)), grads)
     found = {"loss": got.loss, "logp": got.logp}
     for name, tree in (("grads", got.grads), ("params", state.params)):
         found |= {name + jax.tree_util.keystr(p): everywhere(a) for p, a in jax.tree.leaves_with_path(tree)}
