@@ -7,7 +7,7 @@ Every process runs the same command. `connect` joins them before the first use o
 places only what its own devices hold.
 
 A lost process is noticed in two ways: the collective that waits for it fails, or its heartbeat stops and
-JAX ends the others. `guarded` turns the first into one line and an exit status; the second is limited to
+JAX ends the others. `guarded` turns the first into a last line and an exit status; the second is limited to
 `HEARTBEAT_SECONDS`.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -96,7 +97,7 @@ def connect(hosts: Hosts | None) -> None:
 
 
 def guarded(main: Callable[[], Any]) -> None:
-    """Runs a command; if a collective fails for want of another process, one line and exit status 3.
+    """Runs a command; if a collective fails for want of another process: traceback, a line, exit status 3.
 
     Ends the process at once: closing down in order would wait for the one that is lost.
     """
@@ -106,6 +107,7 @@ def guarded(main: Callable[[], Any]) -> None:
         if jax.process_count() == 1:
             raise
         reason = str(error).splitlines()[0]
+        traceback.print_exc()
         print(
             f"error: process {jax.process_index()}: a step failed; is another process lost? {reason}",
             file=sys.stderr,

@@ -24,7 +24,7 @@ from dta_jax.segment import Rows, num_keys
 from dta_jax.tree_inputs import Entries, Op, entry_capacity, host_inputs
 from dta_jax.types import BACK, PUSH, Schedule, Trie
 
-FEWEST_OPERATIONS: Final = 16  # rows of the smallest table
+FEWEST_OPERATIONS: Final = 64  # rows of the smallest table: a few MB, and one program for most batches
 
 
 @dataclass(frozen=True, eq=False)

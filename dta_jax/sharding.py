@@ -168,7 +168,9 @@ def ranks_sharding(mesh: Mesh) -> NamedSharding:
 
 def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
     """Puts an array that every process has onto the mesh; each process places what its devices hold."""
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    parts = sharding.addressable_devices_indices_map(array.shape)
+    shards = [jax.device_put(array[index], device) for device, index in parts.items()]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
 def _cut_over_data(shape: tuple[int, ...], spec: PartitionSpec, ranks: int) -> PartitionSpec:

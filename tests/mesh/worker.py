@@ -1,7 +1,8 @@
 """One of two processes with two CPU devices each; started by `test_hosts`.
 
-gradient OUT     the shared batch's gradient and one update on 2 x 2; process 0 saves them to OUT
-die              process 1 is killed between two steps
+gradient OUT  the shared batch's gradient and one update on 2 x 2; process 0 saves them to OUT
+train OUT     the run of `test_train` on 2 x 2
+die           process 1 is killed between two steps
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,6 +24,7 @@ from dta_jax.settings import AdamW  # noqa: E402
 from dta_jax.sharding import MeshShape  # noqa: E402
 from dta_jax.zero import ShardedOptimizer, State  # noqa: E402
 from tests.mesh.runs import UNTIED, biased_and_shaken, run_mesh  # noqa: E402
+from tests.mesh.test_train import STEPS, train_on  # noqa: E402
 from tests.trees import random_samples  # noqa: E402
 
 SHAPE = "data=2,tensor=2"
@@ -31,6 +34,9 @@ def main() -> None:
     connect(Hosts.from_environment())
     assert jax.process_count() == 2
     assert jax.device_count() == 4
+    if sys.argv[1] == "train":
+        train_on(MeshShape.parse(SHAPE), STEPS, Path(sys.argv[2]))
+        return
     model, start = biased_and_shaken(**UNTIED)
     got = run_mesh(SHAPE, model, start, random_samples(3))
     if sys.argv[1] == "die":
@@ -41,9 +47,8 @@ def main() -> None:
             assert run_mesh(SHAPE, model, start, random_samples(3)).loss == loss
         return
     sharded = ShardedOptimizer.on(MeshShape.parse(SHAPE).make(), model, make_optimizer(AdamW()))
-    grads = got.grads
     master = sharded.place(start)
-    state = sharded.update(State(master, sharded.init(master)), grads)
+    state = sharded.update(State(master, sharded.init(master)), got.grads)
     found = {"loss": got.loss, "logp": got.logp}
     for name, tree in (("grads", got.grads), ("params", state.params)):
         found |= {name + jax.tree_util.keystr(p): everywhere(a) for p, a in jax.tree.leaves_with_path(tree)}
