@@ -21,7 +21,7 @@ import os
 import tokenize
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -110,8 +110,12 @@ class _Reference:
 
 @dataclass(frozen=True)
 class _Binding:
-    """`owner.field = value`, or `owner = value` (field "") where a macro is defined."""
+    """`scope/owner.field = value`, or `owner = value` (field "") where a macro is defined.
 
+    A binding in a scope holds for what `@scope/owner()` builds; without one, for everything.
+    """
+
+    scope: str
     owner: str
     field: str
     value: Any
@@ -119,7 +123,8 @@ class _Binding:
 
     @property
     def key(self) -> str:
-        return f"{self.owner}.{self.field}" if self.field else self.owner
+        scope = f"{self.scope}/" if self.scope else ""
+        return f"{scope}{self.owner}.{self.field}" if self.field else self.owner
 
 
 class _References(config_parser.ParserDelegate):
@@ -132,29 +137,33 @@ class _References(config_parser.ParserDelegate):
         return _Reference(name, "%")
 
 
-def _parse_file(path: str) -> Iterator[_Binding]:
+def _parse_file(path: str, inside: tuple[str, ...] = ()) -> Iterator[_Binding]:
+    if path in inside:
+        chain = " -> ".join((*inside, path))
+        raise InputError(path, "include", expected="files that do not include themselves", actual=chain)
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(path, "file", expected="a readable .gin file", actual=reason) from None
-    yield from _parse(text, path)
+    yield from _parse(text, path, (*inside, path))
 
 
-def _parse(text: str, source: str) -> Iterator[_Binding]:
+def _parse(text: str, source: str, inside: tuple[str, ...] = ()) -> Iterator[_Binding]:
     """The bindings of a text and of the files that it includes, in order."""
     in_file = not source.startswith("--gin")
     try:
         for statement in config_parser.ConfigParser(text, _References()):
             where = f"{source}:{statement.location.line_num}" if in_file else source
             if isinstance(statement, config_parser.IncludeStatement):
-                yield from _parse_file(statement.filename)
+                yield from _parse_file(statement.filename, inside)
             elif isinstance(statement, config_parser.ImportStatement):
                 raise InputError(where, "import", expected="bindings only", actual=statement.format())
             elif isinstance(statement, config_parser.BindingStatement):
-                owner = statement.selector.rsplit("/")[-1]
-                yield _Binding(owner, statement.arg_name, statement.value, where)
+                yield _Binding(
+                    statement.scope, statement.selector, statement.arg_name, statement.value, where
+                )
     except (SyntaxError, tokenize.TokenError) as error:
         line = error.lineno if isinstance(error, SyntaxError) else error.args[1][0]
         where = f"{source}:{line}" if in_file else source
@@ -166,6 +175,7 @@ def _check_names(bindings: Sequence[_Binding]) -> None:
     """Every builder and field exists; every macro is defined and used."""
     macros = {b.owner for b in bindings if not b.field}
     used = {r.name for b in bindings for r in _references(b.value) if r.kind == "%"}
+    built = {r.name.rsplit("/", 1)[0] for b in bindings for r in _references(b.value) if "/" in r.name}
     for b in bindings:
         if not b.field:
             if b.owner not in used:
@@ -174,6 +184,8 @@ def _check_names(bindings: Sequence[_Binding]) -> None:
             raise _unknown(b.where, b.key, b.owner, BUILDERS)
         elif b.field not in (fields := [f.name for f in dataclasses.fields(BUILDERS[b.owner])]):
             raise _unknown(b.where, b.key, b.field, fields)
+        elif b.scope and not any(f"{scope}/".startswith(f"{b.scope}/") for scope in built):
+            raise _unknown(b.where, b.key, b.scope, built)
         for r in _references(b.value):
             if r.kind == "%" and r.name not in macros | {_REQUIRED}:
                 raise _unknown(b.where, b.key, r.name, macros)
@@ -181,10 +193,11 @@ def _check_names(bindings: Sequence[_Binding]) -> None:
                 raise _unknown(b.where, b.key, r.name, BUILDERS)
 
 
-def _unknown(where: str, field: str, name: str, known: Iterable[str]) -> InputError:
+def _unknown(where: str, field: str, name: str, known: Collection[str]) -> InputError:
     close = difflib.get_close_matches(name, list(known), 1, cutoff=0.5)
     hint = f"did you mean {close[0]}?" if close else ""
-    return InputError(where, field, expected=f"one of {', '.join(sorted(known))}", actual=name, hint=hint)
+    expected = f"one of {', '.join(sorted(known))}" if known else "a name that is defined and used"
+    return InputError(where, field, expected=expected, actual=name, hint=hint)
 
 
 def _check_types(bindings: Sequence[_Binding]) -> None:

@@ -19,6 +19,8 @@ from dta_jax.tree_inputs import CHUNK_MULTIPLE, MAX_ODD_CHUNK
 
 Unit: TypeAlias = Literal["completion", "rollout"]
 
+RUN_DTYPES: Final = ("float32", "bfloat16")  # of computation; master weights are float32
+_INT32_MAX: Final = 2**31 - 1
 _READABLE: Final = {"weight", "advantage", "old_logp", "prox_logp", "ref_logp"}  # what a run can tell a loss
 
 
@@ -40,7 +42,10 @@ class RecordedRollouts:
 
     def __post_init__(self) -> None:
         _check(self, "path", bool(self.path), "the path of an .npz file")
-        _check(self, "vocab_mod", self.vocab_mod is None or self.vocab_mod >= 1, "None or at least 1")
+        fits = all(0 <= task <= _INT32_MAX for task in self.tasks or (0,)) and self.tasks != ()
+        _check(self, "tasks", fits, f"None or task ids, 0 to {_INT32_MAX}")
+        positive = self.vocab_mod is None or 1 <= self.vocab_mod <= _INT32_MAX
+        _check(self, "vocab_mod", positive, f"None or 1 to {_INT32_MAX}")
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class HuggingFaceModel:
 
     def __post_init__(self) -> None:
         _check(self, "path", bool(self.path), "the path of a model folder")
-        _check(self, "dtype", self.dtype in ("float32", "bfloat16"), "float32 or bfloat16")
+        _check(self, "dtype", self.dtype in RUN_DTYPES, " or ".join(RUN_DTYPES))
 
 
 @dataclass(frozen=True)
@@ -225,7 +230,11 @@ class Train:
         _check(self, "max_groups", self.max_groups is None or self.max_groups >= 1, "None or at least 1")
         _check(self, "max_length", self.max_length >= 2, "at least 2")
         _check(self, "temperature", 0 < self.temperature < math.inf, "a finite number above 0")
-        _check(self, "seed", self.seed >= 0, "at least 0")
+        _check(self, "seed", 0 <= self.seed < 2**32, "0 to 2^32 - 1")
+        dtype = self.model.dtype
+        if dtype not in RUN_DTYPES:
+            name, expected = f"a model of dtype {dtype}", f"one of dtype {' or '.join(RUN_DTYPES)}"
+            raise InputError("Train", "model", expected=expected, actual=name)
         unknown = set(self.loss.required) - _READABLE
         _check(self, "loss", not unknown, f"a loss that reads only {', '.join(sorted(_READABLE))}")
         if ("advantage" in self.loss.required) != (self.advantages is not None):

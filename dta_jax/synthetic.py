@@ -21,6 +21,7 @@ from dta_jax.rollouts import Rollouts
 _SYSTEM, _USER, _ASSISTANT, _TOOL, _END = range(5)  # ids of the markers that frame a message
 _MARKERS = 5
 _SUCCESSORS = 4  # of each token: one usual, the others unusual
+_MOST_TURNS = 1_000_000
 _SHORTEST = 3  # tokens of a message: its marker, one of its own, an end
 
 
@@ -59,6 +60,10 @@ class SyntheticRollouts:
             low = smallest.get(name, _SHORTEST if name.endswith("_tokens") else 1)
             if not value >= low:
                 raise InputError("SyntheticRollouts", name, expected=f"at least {low}", actual=value)
+        if self.turns > _MOST_TURNS:
+            raise InputError(
+                "SyntheticRollouts", "turns", expected=f"at most {_MOST_TURNS}", actual=self.turns
+            )
         if self.branching > 1:
             raise InputError("SyntheticRollouts", "branching", expected="at most 1", actual=self.branching)
 

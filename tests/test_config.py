@@ -190,6 +190,10 @@ def test_recorded_configs_ask_for_their_file(name):
         ("Train.steps = ", r"syntax: expected Name\.field = value; got "),
         ("Train.steps = [1,", r"syntax: expected Name\.field = value; got "),
         ("Train.steps = 1 +", r"syntax: expected Name\.field = value; got "),
+        ("Train.seed = 4294967296", r"Train\.seed: expected 0 to 2\^32 - 1; got 4294967296"),
+        ("Qwen3Config.dtype = 'float64'", r"Train\.model: expected one of dtype float32 or bfloat16; got "),
+        ("SyntheticRollouts.turns = 1e999", r"turns: expected at most 1000000; got inf"),
+        ("a/Train.steps = 5", r"a/Train\.steps: expected a name that is defined and used; got a"),
         ("import os", r"import: expected bindings only; got import os"),
     ],
 )
@@ -197,8 +201,29 @@ def test_a_wrong_override_is_one_line_that_names_it(config, binding, message):
     with pytest.raises(InputError) as caught:
         load_config(config, [binding])
     assert re.search(message, str(caught.value)), str(caught.value)
-    assert str(caught.value).startswith(f"--gin {binding!r}: ") or "divisor" in message
+    assert str(caught.value).startswith(f"--gin {binding!r}: ") or "divisor" in message or "dtype" in message
     assert "\n" not in str(caught.value)
+
+
+def test_scopes_give_one_builder_several_settings(config):
+    terms = ["Train.loss = @Sum()", "Sum.terms = [@low/PPOClip(), @high/PPOClip()]"]
+    wide = [*terms, "low/PPOClip.eps_low = 0.1", "PPOClip.eps_high = 0.3"]
+    assert load_config(config, wide).loss == Sum((PPOClip(0.1, 0.3), PPOClip(0.2, 0.3)))
+    before = operative_config()
+    load_config(config, [*wide, "low/PPOClip.eps_low = 0.15"])
+    assert changed_bindings(before, operative_config()) == {"low/PPOClip.eps_low": ("0.1", "0.15")}
+    with pytest.raises(InputError, match=r"lo/PPOClip\.eps_low: expected one of high, low; got lo"):
+        load_config(config, [*terms, "lo/PPOClip.eps_low = 0.1"])
+    with pytest.raises(InputError, match=r"low/PPOClip\.eps_low: expected float; got 'x' \(str\)"):
+        load_config(config, [*terms, "low/PPOClip.eps_low = 'x'", "PPOClip.eps_low = 0.1"])
+
+
+def test_files_that_include_themselves_are_refused(config, tmp_path):
+    config.write_text(f"include '{tmp_path / 'b.gin'}'\n{TEXT}")
+    (tmp_path / "b.gin").write_text(f"include '{config}'\n")
+    chain = f"{config} -> {tmp_path / 'b.gin'} -> {config}"
+    with pytest.raises(InputError, match=f"include: expected .*; got {chain}$"):
+        load_config(config)
 
 
 def test_a_wrong_line_is_named_with_its_number(config):
@@ -206,7 +231,7 @@ def test_a_wrong_line_is_named_with_its_number(config):
     with pytest.raises(InputError, match=r"c\.gin:9: AdamW\.learning_rat: .* did you mean learning_rate\?"):
         load_config(config)
     config.write_text(TEXT + "Train.seed = -1\n")
-    with pytest.raises(InputError, match=r"c\.gin:10: Train\.seed: expected at least 0; got -1"):
+    with pytest.raises(InputError, match=r"c\.gin:10: Train\.seed: expected 0 to 2\^32 - 1; got -1"):
         load_config(config)
     config.write_text(TEXT + "\nTrain:\n  steps = 'x'\n")
     with pytest.raises(InputError, match=r"c\.gin:1[12]: Train\.steps: expected int; got 'x' \(str\)"):
@@ -242,9 +267,15 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
         load_config(tmp_path / "binary.gin")
 
 
-def test_recorded_rollouts_need_a_path():
+def test_recorded_rollouts_need_a_path_and_numbers_that_fit():
     with pytest.raises(InputError, match=r"RecordedRollouts: path: .* path of an \.npz file; got ''"):
         RecordedRollouts("")
+    for vocab_mod in (0, 2**31):
+        with pytest.raises(InputError, match=f"vocab_mod: expected None or 1 to 2147483647; got {vocab_mod}"):
+            RecordedRollouts("r.npz", vocab_mod=vocab_mod)
+    for tasks in ((), (-1,), (0, 2**31)):
+        with pytest.raises(InputError, match="tasks: expected None or task ids, 0 to 2147483647; got "):
+            RecordedRollouts("r.npz", tasks=tasks)
 
 
 def test_only_the_config_module_imports_gin():
