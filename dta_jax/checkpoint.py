@@ -39,6 +39,10 @@ class CheckpointStore:
 
     def __init__(self, directory: Path, *, keep: int):
         self._directory = directory.absolute()
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(directory, "folder", expected="a folder", actual=error.strerror) from None
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 
@@ -75,7 +79,7 @@ class CheckpointStore:
     def newest(
         self, like: Any, check: Callable[[int, Mapping[str, Any]], None], shardings: Any = None
     ) -> tuple[int, Any] | None:
-        """The newest checkpoint that is whole. Damaged ones are moved aside, with a warning.
+        """The newest checkpoint that is whole. Damaged ones after it are moved aside, with a warning.
 
         Args:
           like: a pytree of arrays or `jax.ShapeDtypeStruct`: the shapes and dtypes that are wanted.
@@ -87,20 +91,35 @@ class CheckpointStore:
           Its step and arrays; None if there is no checkpoint.
 
         Raises:
-          InputError: what `check` raises, or arrays other than those of `like`.
+          InputError: what `check` raises, or arrays other than those of `like`; or none of the checkpoints
+            is whole, and all are left as they are: a run must not begin anew where another got far.
         """
+        damaged: dict[int, DamagedCheckpointError] = {}
         for step in reversed(self.steps()):
             try:
                 run = self._read(step, "run", ocp.args.JsonRestore())
+                check_run(self._directory / str(step), run)
                 check(step, run)
-                return step, self._state(step, run, like, shardings)
+                state = self._state(step, run, like, shardings)
             except DamagedCheckpointError as error:
-                names = (f"{step}.damaged{n or ''}" for n in itertools.count())
-                aside = next(p for p in map(self._directory.joinpath, names) if not p.exists())
-                warnings.warn(f"{error}; moved to {aside.name}, going on from the one before", stacklevel=2)
-                (self._directory / str(step)).rename(aside)
-                self._manager.reload()
+                damaged[step] = error
+                continue
+            for item in damaged.items():
+                self._move_aside(*item)
+            return step, state
+        for newest in damaged.values():
+            hint = "no checkpoint before it is whole; to begin anew, choose another folder"
+            raise InputError(
+                newest.source, newest.field, expected=newest.expected, actual=newest.actual, hint=hint
+            )
         return None
+
+    def _move_aside(self, step: int, error: DamagedCheckpointError) -> None:
+        names = (f"{step}.damaged{n or ''}" for n in itertools.count())
+        aside = next(p for p in map(self._directory.joinpath, names) if not p.exists())
+        warnings.warn(f"{error}; moved to {aside.name}, going on from the one before", stacklevel=3)
+        (self._directory / str(step)).rename(aside)
+        self._manager.reload()
 
     def close(self) -> None:
         """Waits until everything is on disk."""
@@ -144,6 +163,15 @@ class CheckpointStore:
             raise DamagedCheckpointError(
                 self._directory / str(step), item, expected="a whole checkpoint", actual=reason[:200]
             ) from error
+
+
+def check_run(step: Path, run: Any) -> None:
+    """Raises DamagedCheckpointError if a checkpoint's JSON part does not describe its arrays."""
+    arrays = run.get("arrays") if isinstance(run, dict) else None
+    if not isinstance(arrays, dict) or not all(isinstance(array, dict) for array in arrays.values()):
+        raise DamagedCheckpointError(
+            step, "run", expected="an object that describes arrays", actual=str(run)[:80]
+        )
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:

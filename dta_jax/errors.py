@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
 
 
 class InputError(ValueError):
@@ -32,9 +33,12 @@ class InputError(ValueError):
 
 
 def run_command(main: Callable[[], Any]) -> None:
-    """Runs a command's `main()`; an `InputError` becomes one line on stderr and exit status 2."""
+    """Runs a command's `main()`; an `InputError` becomes one line on stderr and exit status 2, Ctrl-C 130."""
     try:
         main()
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)

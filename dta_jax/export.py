@@ -8,6 +8,7 @@ folder that the run began from (or of `--tokenizer`). The run's own files are on
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from absl import logging as absl_logging
 
-from dta_jax.checkpoint import DamagedCheckpointError, describe, fingerprints, named_leaves
+from dta_jax.checkpoint import DamagedCheckpointError, check_run, describe, fingerprints, named_leaves
 from dta_jax.errors import InputError, run_command
 from dta_jax.hf_config import config_from_hf
 from dta_jax.hf_weights import DEFAULT_SHARD_BYTES, check_new_folder, save_folder
@@ -52,6 +53,7 @@ def read_checkpoint(step: Path) -> tuple[Qwen3Config, Params, Mapping[str, Any]]
     options = ocp.CheckpointManagerOptions(read_only=True)
     with ocp.CheckpointManager(step.parent.absolute(), options=options) as manager:
         run = _restore(manager, step, run=ocp.args.JsonRestore())
+        check_run(step, run)
         if not isinstance(run.get("model"), Mapping):
             raise InputError(step, "model", expected="the model's config", actual="none")
         config = config_from_hf(run["model"], source=step / "run")
@@ -138,9 +140,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-shard-gb", type=float, default=DEFAULT_SHARD_BYTES / 1e9, metavar="GB")
     args = parser.parse_args(arguments)
     absl_logging.set_verbosity(absl_logging.ERROR)
-    shard = int(args.max_shard_gb * 1e9)
-    if shard < 1:
+    if not 1e-9 <= args.max_shard_gb < math.inf:
         raise InputError("export", "--max-shard-gb", expected="a positive size", actual=args.max_shard_gb)
+    shard = int(args.max_shard_gb * 1e9)
     print(export(args.checkpoint, args.hf, tokenizer=args.tokenizer, dtype=args.dtype, max_shard_bytes=shard))
 
 

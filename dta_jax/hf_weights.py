@@ -186,7 +186,11 @@ def _read(plan: TensorPlan, bounds: Bounds, reader: TensorReader, dtype: np.dtyp
 
 def check_new_folder(folder: Path) -> None:
     """Raises InputError if there is anything at or in `folder`."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    try:
+        taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError as error:
+        raise InputError(folder, "folder", expected="a place to write to", actual=error.strerror) from None
+    if taken:
         raise InputError(folder, "folder", expected="no folder yet, or an empty one", actual="content")
 
 
@@ -219,7 +223,10 @@ def save_folder(
     dtype = dtype or str(params["embed"].dtype)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
-    partial.mkdir(parents=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(folder, "folder", expected="a place to write to", actual=error.strerror) from None
     try:
         _write_weights(partial, list(_tensors(plans, params)), jax.numpy.dtype(dtype), max_shard_bytes)
         _write_companions(partial, config, None if companions is None else Path(companions))

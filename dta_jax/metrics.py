@@ -10,6 +10,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from dta_jax.errors import InputError
+
 
 class MetricsLog:
     """Appends rows to a `metrics.jsonl`; each is in the file when `write` returns.
@@ -40,9 +42,27 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`, without a last one that was cut off."""
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    """The rows of a `metrics.jsonl`, without a last one that was cut off.
+
+    Raises:
+      InputError: the file cannot be read, or another line is no row.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(path, "file", expected="one JSON object per line", actual=error) from None
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    return [_row(path, number, line) for number, line in enumerate(lines, start=1)]
+
+
+def _row(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise InputError(path, f"line {number}", expected="a JSON object", actual=error) from None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        raise InputError(path, f"line {number}", expected="a JSON object with a step", actual=line[:80])
+    return row
 
 
 class Progress:

@@ -195,7 +195,7 @@ def _batch_metrics(run: Run, batch: Batch, found: BatchGradient) -> dict[str, An
     return row | policy_diagnostics(run.train.loss, found.logp, found.entropy, samples.values, batch.unit)
 
 
-def fixed_logprobs(run: Run, out: Path) -> dict[str, np.ndarray]:
+def fixed_logprobs(run: Run, out: Path, start: int) -> dict[str, np.ndarray]:
     """Those log-probabilities that the loss reads and no step changes, float32[sum] by name.
 
     `old_logp` is the rollouts' own, or, where they bring none, that of the starting weights. `ref_logp` is
@@ -203,6 +203,8 @@ def fixed_logprobs(run: Run, out: Path) -> dict[str, np.ndarray]:
 
     A group is always scored together with the other groups of its batch in the first epoch, so what it
     gets does not depend on how often the run was interrupted or made longer.
+
+    At `start` 0 everything is scored anew: what lies in `out` may be of other weights.
     """
     recorded = run.dataset.rollouts.logprobs
     needed = [name for name in ("old_logp", "ref_logp") if name in run.train.loss.required]
@@ -210,7 +212,7 @@ def fixed_logprobs(run: Run, out: Path) -> dict[str, np.ndarray]:
     if len(own) == len(needed):
         return own
     file, size = out / "starting_logp.npy", run.dataset.rollouts.tokens.size
-    known = _load_logprobs(file, size) if file.exists() else np.full(size, np.nan, np.float32)
+    known = _load_logprobs(file, size) if start and file.exists() else np.full(size, np.nan, np.float32)
     params = None
     for step in range(1, min(run.train.steps, run.order.batches_per_epoch) + 1):
         batch = run.batch(step, {})
@@ -296,7 +298,7 @@ def run_training(
         writes = jax.process_index() == 0
         if writes:
             (out / "operative_config.gin").write_text(config_text, encoding="utf-8")
-        logprobs = fixed_logprobs(run, out)
+        logprobs = fixed_logprobs(run, out, start)
         with contextlib.ExitStack() as stack:
             if writes:
                 log = stack.enter_context(MetricsLog(out / "metrics.jsonl", keep_through=start))

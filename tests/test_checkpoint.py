@@ -139,8 +139,29 @@ def test_changed_numbers_are_found_though_the_file_is_sound(tmp_path):
 def test_a_damaged_run_part_is_found(tmp_path):
     save(tmp_path, 7)
     (tmp_path / "7" / "run" / "metadata").write_text('{"step": ')
-    with pytest.warns(UserWarning, match="run: expected a whole checkpoint"):
-        assert newest(tmp_path) is None
+    with pytest.raises(
+        InputError, match=r"/7: run: expected a whole checkpoint; .*; no checkpoint before it"
+    ):
+        newest(tmp_path)
+    for run in ("[]", '{"step": 7}', '{"arrays": 3}', '{"arrays": {"x": 3}}'):
+        (tmp_path / "7" / "run" / "metadata").write_text(run)
+        with pytest.raises(InputError, match="/7: run: expected an object that describes arrays; got"):
+            newest(tmp_path)
+
+
+def test_a_run_is_not_begun_anew_over_damaged_checkpoints(tmp_path):
+    save(tmp_path, 6, 7)
+    for step in ("6", "7"):
+        shutil.rmtree(tmp_path / step / "state")
+    with pytest.raises(InputError, match=r"/7: state: .*; to begin anew, choose another folder$"):
+        newest(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["6", "7"]
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "c").write_text("")
+    with pytest.raises(InputError, match=r"/c: folder: expected a folder; got File exists"):
+        CheckpointStore(tmp_path / "c", keep=1)
 
 
 def test_other_arrays_are_refused_and_left_alone(tmp_path):

@@ -1,6 +1,7 @@
 """From a run's checkpoint to a Hugging Face folder: the same tensors, or one line and nothing written."""
 
 import dataclasses
+import gc
 import json
 import shutil
 import subprocess
@@ -98,6 +99,9 @@ def test_bad_input(run, tmp_path):
     assert refused(none, out) == f"{none}: checkpoint: expected a folder; got no such folder"
     wanted = "expected a run's folder, its checkpoints, or one of them; got no checkpoint there"
     assert refused(empty, out) == f"{empty}: checkpoint: {wanted}"
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file" / "below", Path("/proc/out")):
+        assert refused(run, place).startswith(f"{place}: folder: expected a place to write to; got ")
     assert refused(run, out, tokenizer=none) == f"{none}: --tokenizer: expected a folder; got no such folder"
 
 
@@ -115,6 +119,7 @@ def test_a_run_of_another_kind(tmp_path):
     )
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_damaged_checkpoint(run, tmp_path):
     damaged = shutil.copytree(run, tmp_path / "run")
     step = damaged / "checkpoints" / "2"
@@ -129,6 +134,9 @@ def test_a_damaged_checkpoint(run, tmp_path):
     assert refused(damaged, tmp_path / "out").startswith(f"{step}: state: expected a whole checkpoint; got ")
     (step / "run" / "metadata").write_text("{")
     assert refused(damaged, tmp_path / "out").startswith(f"{step}: run: expected a whole checkpoint; got ")
+    (step / "run" / "metadata").write_text("[]")
+    assert refused(damaged, tmp_path / "out").startswith(f"{step}: run: expected an object that describes ")
+    gc.collect()  # orbax leaves coroutines of the failed read behind, which warn when they are collected
 
 
 def test_the_command(run, tmp_path, capsys):
@@ -139,5 +147,8 @@ def test_the_command(run, tmp_path, capsys):
     assert (again.returncode, again.stdout) == (2, "")
     wanted = f"error: {tmp_path / 'out'}: folder: expected no folder yet, or an empty one; got content\n"
     assert again.stderr == wanted
-    with pytest.raises(InputError, match=r"^export: --max-shard-gb: expected a positive size; got 0.0$"):
-        main([str(run), "--hf", str(tmp_path / "new"), "--max-shard-gb", "0"])
+    for size in ("0.0", "nan", "inf"):
+        with pytest.raises(
+            InputError, match=f"^export: --max-shard-gb: expected a positive size; got {size}$"
+        ):
+            main([str(run), "--hf", str(tmp_path / "new"), "--max-shard-gb", size])
