@@ -187,7 +187,14 @@ def _load(train: Train) -> Rollouts:
     if source.tasks is not None:
         rollouts = rollouts.select(source.tasks)
     if source.min_reward is not None:
-        rollouts = rollouts.take(np.flatnonzero(rollouts.require("reward") >= source.min_reward).tolist())
+        reward = rollouts.require("reward")
+        kept = np.flatnonzero(reward >= source.min_reward)
+        if not kept.size:
+            highest = f"at most {reward.max()}" if reward.size else "no rollouts"
+            raise InputError(
+                rollouts.source, "reward", expected=f"some of at least {source.min_reward}", actual=highest
+            )
+        rollouts = rollouts.take(kept.tolist())
     if source.vocab_mod is not None:
         rollouts = rollouts.modulo(source.vocab_mod)
     return rollouts

@@ -28,7 +28,8 @@ import numpy as np
 from dta_jax import memory, mesh_grad, reference, tree_grad, workload
 from dta_jax.balance import AUTO, METHODS, compare_methods
 from dta_jax.errors import InputError, run_command
-from dta_jax.hf_weights import load_model
+from dta_jax.hf_config import read_config
+from dta_jax.hf_weights import load_params
 from dta_jax.losses import NLL
 from dta_jax.mesh_plan import plan_ranks
 from dta_jax.model import DecoderModel, Params
@@ -231,9 +232,10 @@ def make_model(spec: str, vocab_size: int, dtype: str | None, *, shapes_only: bo
     Presets and JSON objects get random weights, and room for `vocab_size` ids.
     """
     changes: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    if Path(spec).is_dir():
-        return load_model(spec, **changes)
-    if spec.startswith("{"):
+    folder = bool(spec) and Path(spec).is_dir()
+    if folder:
+        config = read_config(spec, **changes)
+    elif spec.startswith("{"):
         try:
             config = Qwen3Config(**({"vocab_size": vocab_size} | json.loads(spec) | changes))
         except (TypeError, json.JSONDecodeError) as error:
@@ -247,6 +249,8 @@ def make_model(spec: str, vocab_size: int, dtype: str | None, *, shapes_only: bo
         raise InputError("--model", "value", expected=expected, actual=repr(spec))
     if config.vocab_size < vocab_size:
         raise InputError("--model", "vocab_size", expected=f"at least {vocab_size}", actual=config.vocab_size)
+    if folder:
+        return Qwen3(config), load_params(spec, config)
     model, key = Qwen3(config), jax.random.key(0)
     return model, jax.eval_shape(model.init, key) if shapes_only else jax.jit(model.init)(key)
 
@@ -266,8 +270,10 @@ def make_workload(args: argparse.Namespace) -> Workload:
         samples = workload.with_thinking(samples, args.thinking, first_id=vocab_size)
         vocab_size += workload.RESERVED_IDS
     count = len(samples.sequence)
+    if not count:
+        raise InputError(rollouts.source, "completion_spans", expected="tokens with loss", actual="none")
     samples = Samples(
-        samples.sequences, samples.sequence, samples.position, {"weight": np.full(count, 1 / max(count, 1))}
+        samples.sequences, samples.sequence, samples.position, {"weight": np.full(count, 1 / count)}
     )
     model, params = make_model(args.model, vocab_size, args.dtype, shapes_only=args.plan_only or args.balance)
     return Workload(model, params, samples, build_trie(samples.sequences))

@@ -46,7 +46,7 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(path.parent, path.name, expected=what, actual="no such file") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(path.parent, path.name, expected=what, actual=error) from None
     if not isinstance(value, dict):
         raise InputError(path, "content", expected="a JSON object", actual=type(value).__name__)
@@ -130,6 +130,8 @@ def _refuse_what_is_not_computed(values: Mapping[str, Any], family: str, source:
         raise InputError(source, "hidden_act", expected="silu", actual=repr(activation))
     if values.get("use_sliding_window") and values.get("sliding_window") is not None and family != "llama":
         full = values.get("max_window_layers", 28)
+        if not isinstance(full, int):
+            raise InputError(source, "max_window_layers", expected="an integer", actual=repr(full))
         if full < values["num_hidden_layers"] and values.get("layer_types") is None:
             raise InputError(
                 source,
@@ -137,7 +139,10 @@ def _refuse_what_is_not_computed(values: Mapping[str, Any], family: str, source:
                 expected="false (attention over the whole path in every layer)",
                 actual=f"true, with sliding_window={values['sliding_window']} from layer {full} on",
             )
-    for layer, kind in enumerate(values.get("layer_types") or []):
+    kinds = values.get("layer_types")
+    if not isinstance(kinds, list | None):
+        raise InputError(source, "layer_types", expected="a list", actual=repr(kinds))
+    for layer, kind in enumerate(kinds or []):
         if kind != "full_attention":
             raise InputError(source, f"layer_types[{layer}]", expected="full_attention", actual=repr(kind))
     if values.get("quantization_config"):
@@ -147,7 +152,7 @@ def _refuse_what_is_not_computed(values: Mapping[str, Any], family: str, source:
 
 def _rope(values: Mapping[str, Any], family: str, source: object) -> tuple[float, RopeScaling | None]:
     """`rope_theta` and scaling: at top level and in `rope_scaling`, or together in `rope_parameters`."""
-    spellings = [values.get("rope_scaling") or {}, values.get("rope_parameters") or {}]
+    spellings = [_first(values.get(name), {}) for name in ("rope_scaling", "rope_parameters")]
     for name, part in zip(("rope_scaling", "rope_parameters"), spellings, strict=True):
         if not isinstance(part, Mapping):
             raise InputError(source, name, expected="an object", actual=repr(part))

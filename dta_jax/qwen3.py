@@ -103,6 +103,13 @@ class Qwen3Config:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise _bad(name, "a positive integer", repr(value))
+        for name in ("bos_token_id", "eos_token_id"):
+            ids = getattr(self, name)
+            several = isinstance(ids, tuple) and name == "eos_token_id"
+            if not all(type(token) is int for token in (ids if several else (0 if ids is None else ids,))):
+                raise _bad(name, "a token id, or None", repr(ids))
+        if not isinstance(self.rope_scaling, RopeScaling | None):
+            raise _bad("rope_scaling", "a RopeScaling, or None", repr(self.rope_scaling))
         for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, "True or False", repr(getattr(self, name)))

@@ -151,7 +151,13 @@ class Rollouts:
         return self.take(np.flatnonzero(np.isin(present, wanted)).tolist())
 
     def modulo(self, vocab_size: int) -> Rollouts:
-        """The same rollouts with token ids modulo `vocab_size`: real shapes for a small vocabulary."""
+        """The same rollouts with token ids modulo `vocab_size`: real shapes for a small vocabulary.
+
+        Raises:
+          InputError: `vocab_size` is not a positive int32.
+        """
+        if not 1 <= vocab_size <= _INT32.max:
+            raise InputError(self.source, "vocab_mod", expected=f"1 to {_INT32.max}", actual=vocab_size)
         return replace(self, tokens=self.tokens % np.int32(vocab_size))
 
     def require(self, name: str) -> np.ndarray:
@@ -196,7 +202,7 @@ def load_rollouts(path: str | os.PathLike[str]) -> Rollouts:
         raise InputError(source, "file", expected="an .npz file", actual="no such file") from None
     except (OSError, EOFError, ValueError, KeyError, NotImplementedError) as error:
         raise InputError(source, "file", expected="a whole .npz archive", actual=error) from error
-    except (zipfile.BadZipFile, zlib.error) as error:
+    except (zipfile.BadZipFile, zlib.error, RuntimeError) as error:  # RuntimeError: encrypted
         raise InputError(
             source, "file", expected="a whole .npz archive", actual=f"a truncated or damaged one ({error})"
         ) from error
@@ -302,7 +308,8 @@ def _converted(source: str, name: str, array: np.ndarray) -> np.ndarray:
     if name in _FLOATS:
         if array.dtype.kind not in "fiu":
             raise InputError(source, name, expected="numbers", actual=array.dtype)
-        return array.astype(np.float32, copy=False)
+        with np.errstate(over="ignore"):  # what becomes infinite is refused by name
+            return array.astype(np.float32, copy=False)
     if array.dtype.kind not in "iu":
         raise InputError(source, name, expected="integers", actual=array.dtype)
     if name == "offsets":

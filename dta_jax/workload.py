@@ -14,6 +14,7 @@ from dta_jax.model import DecoderModel, Params
 from dta_jax.rollouts import Rollouts
 from dta_jax.types import Samples, Trie
 
+MOST_THINKING = 1_000_000  # tokens
 RESERVED_IDS = 256  # ids that only inserted thinking uses
 
 
@@ -36,8 +37,8 @@ def with_thinking(
     Returns:
       Samples without values: every entry that is new would lack them.
     """
-    if not mean > 0:
-        raise InputError("--thinking", "MEAN", expected="above 0", actual=mean)
+    if not 0 < mean <= MOST_THINKING:
+        raise InputError("--thinking", "MEAN", expected=f"above 0, at most {MOST_THINKING}", actual=mean)
     rng = np.random.default_rng(seed)
     count = len(samples.sequences)
     lengths = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count).round().clip(1).astype(np.int64)

@@ -1,6 +1,7 @@
 """The benchmark's contract: what it counts, what it prints, what it refuses."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from dta_jax.synthetic import SyntheticRollouts, generate_rollouts
 from dta_jax.trie import build_trie
 from dta_jax.types import Samples
 
+GOLDEN = Path(__file__).parent / "golden" / "qwen3_tied"
 FIELDS = {
     "method", "chunk", "seconds", "model_flops", "sequences", "flat_tokens", "tree_tokens", "loss_tokens",
     "backward_tokens_executed", "forward_tokens_executed", "backs", "pushes", "peak_bytes",
@@ -106,7 +108,11 @@ def test_model_flops_by_hand():
         (("--tasks", "a-b"), "--tasks: value: expected like 0-3 or 0,2,5; got 'a-b'"),
         (("--tasks", "7"), "7"),
         (("--repeat", "0"), "--repeat: value: expected at least 1; got 0"),
-        (("--thinking", "0"), "--thinking: MEAN: expected above 0; got 0.0"),
+        (("--thinking", "0"), "--thinking: MEAN: expected above 0, at most 1000000; got 0.0"),
+        (("--thinking", "inf"), "--thinking: MEAN: expected above 0, at most 1000000; got inf"),
+        (("--vocab-mod", "0"), "vocab_mod: expected 1 to 2147483647; got 0"),
+        (("--tasks", "3-0"), "completion_spans: expected tokens with loss; got none"),
+        (("--model", str(GOLDEN), "--thinking", "5"), "--model: vocab_size: expected at least 288; got 48"),
         (("--model", "giant"), "--model: value: expected a folder, a JSON object, or one of tiny, "),
         (("--model", "{nonsense"), "--model: JSON: expected config fields as in config.json; got "),
         (("--model", '{"width": 3}'), "--model: JSON: expected config fields as in config.json; got "),

@@ -166,6 +166,14 @@ def test_read_config_replaces_fields(tmp_path):
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 3}},
             "rope_scaling.beta_fast: expected one of factor; got an unknown field",
         ),
+        ({"layer_types": 5}, "layer_types: expected a list; got 5"),
+        (
+            {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": "x"},
+            "max_window_layers: expected an integer; got 'x'",
+        ),
+        ({"rope_scaling": []}, "rope_scaling: expected an object; got []"),
+        ({"eos_token_id": [1, "x"]}, "eos_token_id: expected a token id, or None; got (1, 'x')"),
+        ({"bos_token_id": []}, "bos_token_id: expected a token id, or None; got []"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1.0; got 0.5"),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}},
@@ -200,5 +208,7 @@ def test_no_folder_no_config_no_json(tmp_path):
     assert message(tmp_path) == f"{wanted} no such file"
     path.write_text("{")
     assert message(tmp_path).startswith(f"{wanted} Expecting property name")
+    path.write_text("[" * 100_000)
+    assert message(tmp_path).startswith(f"{wanted} maximum recursion depth")
     path.write_text("[]")
     assert message(tmp_path) == f"{path}: content: expected a JSON object; got list"

@@ -228,6 +228,7 @@ def test_theta_changes_the_logits(rng):
         ({"rope_theta": math.nan}, "model config: rope_theta: expected a positive number; got nan"),
         ({"rope_theta": 1.0}, "model config: rope_theta: expected above 1; got 1.0"),
         ({"model_type": "gpt2"}, "model config: model_type: expected one of qwen3, qwen2, llama; got 'gpt2'"),
+        ({"rope_scaling": {}}, "model config: rope_scaling: expected a RopeScaling, or None; got {}"),
         ({"mlp_bias": True}, "model config: mlp_bias: expected False for model_type=qwen3; got True"),
         (
             {"dtype": "int8"},

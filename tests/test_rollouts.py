@@ -169,6 +169,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
         ({"completion_spans": np.array([[0, 3, 2]], np.int32)}, "completion_spans[0]", "start 3, end 2"),
         ({"completion_spans": np.array([[0, -1, 2]], np.int32)}, "completion_spans[0]", "start -1, end 2"),
         ({"reward": np.array([1.0, np.nan])}, "reward of rollout 1", "nan"),
+        ({"reward": np.array([1.0, 1e300])}, "reward of rollout 1", "inf"),
         ({"reward": np.ones(3)}, "reward", "(3,)"),
         ({"reward": np.array(["a", "b"])}, "reward", "<U1"),
         ({"task_id": np.zeros((2, 1), np.int32)}, "task_id", "(2, 1)"),
@@ -218,6 +219,15 @@ def test_files_that_are_no_archives_are_refused(tmp_path):
         load_rollouts(tmp_path / "text.npz")
 
 
+def test_an_encrypted_archive_is_refused(tmp_path):
+    path = write(tmp_path / "r.npz")
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PK\x01\x02") + 8] |= 1  # the flag in the central directory
+    path.write_bytes(data)
+    with pytest.raises(InputError, match=r"r\.npz: file: expected a whole \.npz archive; got .*encrypted"):
+        load_rollouts(path)
+
+
 def test_pickled_objects_are_never_loaded(tmp_path):
     class Bomb:
         def __reduce__(self):
@@ -239,6 +249,9 @@ def test_ids_lengths_and_tasks_are_checked():
         samples_from_rollouts(rollouts, max_length=4)
     with pytest.raises(InputError, match=r"task_id: expected rollouts of task 5; got tasks 3 \.\. 7"):
         rollouts.select([7, 5])
+    for vocab_mod in (0, -3, 2**31):
+        with pytest.raises(InputError, match=f"vocab_mod: expected 1 to 2147483647; got {vocab_mod}"):
+            rollouts.modulo(vocab_mod)
     with pytest.raises(InputError, match="reward: expected an array named 'reward'"):
         dataclasses.replace(rollouts, reward=None).require("reward")
 

@@ -473,6 +473,10 @@ BOUND = {
     "unknown name": (["Train.step = 1"], "did you mean steps?"),
     "wrong type": (["Train.steps = 1.5"], "Train.steps: expected int; got 1.5 (float)"),
     "chunk size": (["Planner.chunk_size = 1000"], "expected 1 to 512, or a multiple of 128; got 1000"),
+    "reward too high": (
+        ["RecordedRollouts.min_reward = 7.0"],
+        "r.npz: reward: expected some of at least 7.0",
+    ),
     "strategy": (["Planner.strategy = 'best'"], "strategy: expected"),
     "no model folder": (["Train.model = @HuggingFaceModel()", "HuggingFaceModel.path = '/none'"], "/none"),
 }
@@ -496,6 +500,40 @@ def test_bad_input_is_one_line_and_touches_nothing(config, tmp_path, capsys, cas
     assert err.count("\n") == 1
     assert [path.name for path in out.iterdir()] == ["metrics.jsonl"]
     assert (out / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_a_damaged_log_is_refused_and_kept(config, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert command(capsys, config, "--out", out)[0] == 0
+    for text, message in (
+        ('{"step": 1}\nnonsense\n', "line 2: expected a JSON object; got"),
+        ('{"loss": 1}\n', "line 1: expected a JSON object with a step; got"),
+        ("[1]\n", "line 1: expected a JSON object with a step; got [1]"),
+    ):
+        (out / "metrics.jsonl").write_text(text)
+        status, err = command(capsys, config, "--out", out, "--gin", "Train.steps = 3")
+        assert (status, err.count("\n")) == (2, 1)
+        assert f"metrics.jsonl: {message}" in err
+        assert (out / "metrics.jsonl").read_text() == text
+
+
+def test_log_probabilities_of_a_run_that_never_saved_are_not_taken_over(tmp_path):
+    """Weights of another seed under the same name, killed before the first checkpoint."""
+    one_step = dataclasses.replace(PPO, steps=1)
+    run(dataclasses.replace(one_step, seed=1), tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    row = run(one_step, tmp_path)[0]
+    assert (row["ratio_max"], row["ratio_mean"]) == (1, 1)
+
+
+def test_ctrl_c_is_one_line(capsys):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stopped:
+        run_command(interrupted)
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_damaged_logprobs_are_refused(config, tmp_path, capsys):
