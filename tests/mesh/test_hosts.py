@@ -63,8 +63,10 @@ def test_two_processes_of_two_devices_equal_one(tmp_path):
                 assert error < 2e-5, key
 
 
-def test_the_others_end_when_a_process_is_killed():
-    survivor, victim = start_two("die")
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_other_ends_when_a_process_is_killed(killed):
+    processes = start_two("die", str(killed))
+    survivor, victim = processes[1 - killed], processes[killed]
     try:
         victim.communicate(timeout=500)
         assert victim.returncode == -9
@@ -75,7 +77,7 @@ def test_the_others_end_when_a_process_is_killed():
         survivor.kill()
     assert survivor.returncode == EXIT_LOST_PROCESS, stderr
     last = stderr.strip().splitlines()[-1]
-    assert last.startswith("error: process 0: a step failed; is another process lost?"), stderr
+    assert last.startswith(f"error: process {1 - killed}: a step failed; is another process lost?"), stderr
 
 
 def test_hosts_are_read_from_the_environment():

@@ -2,7 +2,7 @@
 
 gradient OUT  the shared batch's gradient and one update on 2 x 2; process 0 saves them to OUT
 train OUT     the run of `test_train` on 2 x 2
-die           process 1 is killed between two steps
+die PROCESS   that process is killed between two steps
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
     got = run_mesh(SHAPE, model, start, random_samples(3))
     if sys.argv[1] == "die":
         loss = got.loss
-        if jax.process_index() == 1:
+        if jax.process_index() == int(sys.argv[2]):
             os.kill(os.getpid(), signal.SIGKILL)
         for _ in range(1000):
             assert run_mesh(SHAPE, model, start, random_samples(3)).loss == loss
