@@ -186,8 +186,8 @@ def test_every_supervised_token_counts_from_the_first_after_a_fork():
 def test_opposite_advantages_on_one_shared_token_do_not_cancel():
     """Ratios 1.5 (advantage +1, clipped) and 1.1 (advantage -1): the sum's derivative is +1.1 in logp."""
     model, params = make_model()
-    sequences = [np.array([1, 2], np.int32)] * 2
-    at = {"sequence": np.array([0, 1]), "position": np.array([1, 1])}
+    sequences = [np.array([1, 2, 3], np.int32)] * 2
+    at = {"sequence": np.array([0, 1]), "position": np.array([2, 2])}
     logp = run_tree(model, params, Samples(sequences, **at, values={"weight": np.ones(2)}), NLL(), 2).logp
     values = {
         "weight": np.ones(2),
@@ -195,7 +195,7 @@ def test_opposite_advantages_on_one_shared_token_do_not_cancel():
         "old_logp": logp - np.log([1.5, 1.1]),
     }
     got = run_tree(model, params, Samples(sequences, **at, values=values), PPOClip(0.2, 0.2), 2)
-    one = Samples(sequences[:1], np.array([0]), np.array([1]), {"weight": np.ones(1)})
+    one = Samples(sequences[:1], np.array([0]), np.array([2]), {"weight": np.ones(1)})
     nll = run_tree(model, params, one, NLL(), 2)  # d loss / d logp = -1
     want = jax.tree.map(lambda g: -1.1 * g, nll.grads)
     assert largest_error(got.grads, want) < 2e-5
