@@ -113,24 +113,25 @@ class _Shelf:
         return gap
 
 
-def pack(trie: Trie, chunk_size: int, cost: CostModel) -> list[Step]:
+def pack(trie: Trie, chunk_size: int, cost: CostModel, *, push_all: bool = False) -> list[Step]:
     """Plans full chunks; see the module's docstring.
 
     Args:
       trie: T rows.
       chunk_size: C.
       cost: weighs padding against pushes and launches.
+      push_all: all rows are trunk, so that no BACK has to run a row forward whose residuals are kept.
 
     Returns:
       Steps whose rows on the stack are at most the longest path plus C at any time.
     """
-    return _Packer(trie, chunk_size, cost).plan()
+    return _Packer(trie, chunk_size, cost, push_all).plan()
 
 
 class _Packer:
     """The state between two steps: what is on the stack, on the shelf, in filler, and still to be pushed."""
 
-    def __init__(self, trie: Trie, chunk_size: int, cost: CostModel):
+    def __init__(self, trie: Trie, chunk_size: int, cost: CostModel, push_all: bool):
         self.chunk_size, self.cost, self.depth = chunk_size, cost, trie.depth
         self.segments = segments_of(trie)
         self.steps: list[Step] = []
@@ -140,7 +141,7 @@ class _Packer:
         self.height = 0  # rows on the stack
         self.limit = trie.longest_path + chunk_size
         self.unrun = trie.num_rows  # rows in no BACK yet
-        self.trunk, twigs = _hang(self.segments, chunk_size)
+        self.trunk, twigs = _hang(self.segments, 0 if push_all else chunk_size)
         self.unpushed = sum(piece.left for piece in self.trunk)
         self.next, self.next_done = 0, 0  # the piece to be pushed next, and how much of it has been
         for twig in twigs:
@@ -271,9 +272,9 @@ class _Packer:
         return children
 
 
-def _hang(segments: Segments, chunk_size: int) -> tuple[list[_Piece], list[_Twig]]:
+def _hang(segments: Segments, twig_size: int) -> tuple[list[_Piece], list[_Twig]]:
     """The pieces of the trunk in preorder, each with its twigs, and the twigs that hang from nothing."""
-    trunk = trunk_rows(segments, chunk_size)
+    trunk = trunk_rows(segments, twig_size)
     whole = trunk == segments.stop - segments.start
     has_parent = segments.parent != NO_PARENT
     is_twig = ~whole & ((trunk > 0) | ~has_parent | whole[segments.parent])

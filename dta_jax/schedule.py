@@ -43,6 +43,7 @@ __all__ = [
 
 STRATEGIES: Final = (
     "packed",
+    "packed+keep",
     "branch",
     "branch+cut_tail",
     "branch+cut_tail+order",
@@ -66,7 +67,7 @@ def compile_schedule(
       trie: T rows.
       entry_row: int[E], the row of each entry's token.
       chunk_size: C, rows per operation at most; `...+large_chunk` takes `LARGE_CHUNK * C`.
-      strategy: one of `STRATEGIES`.
+      strategy: one of `STRATEGIES`. `packed+keep` pushes every row (`Schedule.keep_residuals`).
       stack_slots: S, to keep a compiled shape; 0 takes what the strategy needs at most, rounded up.
       cost: what `packed` weighs; `CostModel()` if None.
 
@@ -84,8 +85,9 @@ def compile_schedule(
     options = strategy.split("+")
     if "large_chunk" in options:
         chunk_size *= LARGE_CHUNK
-    if strategy == "packed":
-        steps, needed = pack(trie, chunk_size, cost or CostModel()), trie.longest_path + chunk_size
+    if "packed" in options:
+        steps = pack(trie, chunk_size, cost or CostModel(), push_all="keep" in options)
+        needed = trie.longest_path + chunk_size
     else:
         steps = plan_branches(trie, chunk_size, cut_tail="cut_tail" in options, order="order" in options)
         needed = trie.longest_path
@@ -179,6 +181,7 @@ def _table(
         chunk_size=chunk_size,
         stack_slots=slots,
         strategy=strategy,
+        keep_residuals="keep" in strategy.split("+"),
     )
 
 

@@ -5,7 +5,8 @@ Backward schedules (those with a BACK):
   - a row is pushed at most once, before it is needed, and always kept;
   - when an operation runs, every ancestor of every row is among its rows or on the stack;
   - a slot belongs to the row that was pushed into it until that row's own BACK, which names it;
-  - rows on the stack never number more than the longest path plus C.
+  - rows on the stack never number more than the longest path plus C;
+  - with `keep_residuals`, every row was pushed.
 Forward schedules (PUSH only):
   - every row is run exactly once, with every ancestor among the operation's rows or on the stack;
   - a slot is written again only when all descendants of the row in it have run;
@@ -151,6 +152,10 @@ class _Interpreter:
             _require(slot == held, o, f"row {row} is said to be in slot {slot}, but is in {held}")
             if held != NO_SLOT:
                 del self.owner[held]
+            else:
+                _require(
+                    not self.schedule.keep_residuals, o, f"row {row} was not pushed, so has no residuals"
+                )
 
 
 def _check_entries(s: Schedule) -> None:

@@ -18,8 +18,8 @@ class ScheduleStats:
       tree_tokens: T.
       backs, pushes: operations.
       backward_tokens_executed, forward_tokens_executed: rows run by BACK and by PUSH.
-      work: (3 BACK rows + PUSH rows) / 3T, all padding counted.
-      work_bound: what no plan without kept residuals can beat, padding or not (`planner.work_bound`).
+      work: (3 BACK rows + PUSH rows) / 3T, all padding counted; with kept residuals a BACK row counts 2.
+      work_bound: what no plan can beat, padding or not: `planner.work_bound`, 1 with kept residuals.
       backs_over_full: BACK operations / (T / C).
       peak_stack_rows: the most rows on the stack at a time.
     """
@@ -40,14 +40,15 @@ def schedule_stats(schedule: Schedule) -> ScheduleStats:
     T = schedule.trie.num_rows
     backward, forward = schedule.backward_tokens_executed, schedule.forward_tokens_executed
     backs = int((schedule.kind == BACK).sum())
+    back_work = 2 if schedule.keep_residuals else 3
     return ScheduleStats(
         tree_tokens=T,
         backs=backs,
         pushes=schedule.num_ops - backs,
         backward_tokens_executed=backward,
         forward_tokens_executed=forward,
-        work=(3 * backward + forward) / (3 * T) if T else 1.0,
-        work_bound=work_bound(schedule.trie, schedule.chunk_size),
+        work=(back_work * backward + forward) / (3 * T) if T else 1.0,
+        work_bound=1.0 if schedule.keep_residuals else work_bound(schedule.trie, schedule.chunk_size),
         backs_over_full=backs / (T / schedule.chunk_size) if T else 1.0,
         peak_stack_rows=int(stack_heights(schedule).max(initial=0)),
     )
@@ -70,6 +71,7 @@ def cost_terms(schedule: Schedule) -> np.ndarray:
 
 
 def schedule_cost(schedule: Schedule, cost: CostModel) -> float:
-    """The sum of all operations' costs, in forward passes of one row."""
-    weight = np.where(schedule.kind == BACK, cost.backward, cost.push)
+    """The sum of all operations' costs, in forward passes of one row; kept residuals save BACK one."""
+    backward = cost.backward - cost.push * schedule.keep_residuals
+    weight = np.where(schedule.kind == BACK, backward, cost.push)
     return float(weight @ cost_terms(schedule) @ np.array([cost.launch, 1.0, cost.attention]))

@@ -143,6 +143,8 @@ class Schedule:
       chunk_size: C, the largest `width`.
       stack_slots: S, slots of the stack; every `slot` is below it.
       strategy: the name of the planner strategy that made the table.
+      keep_residuals: whether every row is pushed before its BACK, so that an engine which keeps what PUSH
+        computed beside the stack needs no second forward pass in BACK. Ignoring it is exact too.
     """
 
     trie: Trie
@@ -157,6 +159,7 @@ class Schedule:
     chunk_size: int
     stack_slots: int
     strategy: str
+    keep_residuals: bool = False
 
     @property
     def num_ops(self) -> int:

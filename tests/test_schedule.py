@@ -229,6 +229,7 @@ def edited(field, index, value):
         (edited("entry_offset", 4, 5), "entry_offset must ascend from 0 to 4"),
         (edited("entry_row", 1, 0), "entry of row 0, which it does not run"),
         ({"stack_slots": 2}, "slot outside the stack"),
+        ({"keep_residuals": True}, "row 4 was not pushed, so has no residuals"),
     ],
 )
 def test_a_corrupted_table_is_refused(changes, message):
