@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -76,7 +77,11 @@ class ShardedOptimizer:
         )
 
         init = jax.jit(optimizer.init, out_shardings=state.opt_state)
-        place = functools.partial(jax.device_put, device=master)
+        copy = jax.jit(functools.partial(jax.tree.map, jnp.copy), out_shardings=master)
+
+        def place(params: Params) -> Params:
+            # device_put may share buffers with what it is given, and updates donate master weights.
+            return copy(jax.device_put(params, master))
 
         @functools.partial(jax.jit, out_shardings=state, donate_argnums=0)
         def update(state: State, grads: Params) -> State:
@@ -86,10 +91,15 @@ class ShardedOptimizer:
         whole = shardings(mesh, compute_specs(model, shapes))
 
         @functools.partial(jax.jit, static_argnums=1, out_shardings=whole)
-        def gather(params: Params, dtype: str) -> Params:
+        def cast_and_gather(params: Params, dtype: str) -> Params:
             # Cast where the parts lie, so that what travels is as narrow as what is computed with.
             cut = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
             return jax.lax.with_sharding_constraint(cut, master)
+
+        def gather(params: Params, dtype: str) -> Params:
+            if mesh.size == 1 and all(leaf.dtype == dtype for leaf in jax.tree.leaves(params)):
+                return params
+            return cast_and_gather(params, dtype)
 
         return cls(like, place, init, update, gather)
 
