@@ -1,10 +1,12 @@
 """The training loop: what it computes, what it writes, and that stopping and starting changes nothing."""
 
 import dataclasses
+import gc
 import json
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import jax
@@ -13,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 
+from dta_jax import tree_engine
 from dta_jax.batches import BatchOrder, load_dataset, make_batch
 from dta_jax.composite_losses import Sum
 from dta_jax.config import load_config, operative_config
@@ -308,6 +311,41 @@ def test_a_step_that_is_not_finite_stops_before_the_optimizer(tmp_path):
     for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(a, b)
     assert [path.name for path in tmp_path.iterdir()] == ["non_finite_step_3.npz"]
+
+
+def test_a_gradient_that_skipped_rows_is_refused(monkeypatch):
+    prepared = prepare(SFT)
+    params, batch = prepared.starting_params(), prepared.batch(1, {})
+    run_tree = tree_engine.tree_value_and_grad
+
+    def one_row_less(*args: object, **options: object) -> object:
+        result = run_tree(*args, **options)
+        with jax.transfer_guard("allow"):
+            outputs = result.outputs._replace(executed=result.outputs.executed - jnp.int32(1))
+        return dataclasses.replace(result, outputs=outputs)
+
+    monkeypatch.setattr(tree_engine, "tree_value_and_grad", one_row_less)
+    with pytest.raises(RuntimeError, match=r"^rows of PUSH and BACK: planned \[\d+, \d+\], executed "):
+        prepared.engine.value_and_grad(params, batch.samples, SFT.loss, batch.unit)
+
+
+def test_memory_stays_flat_over_many_steps(tmp_path):
+    prepared = prepare(PPO)
+    params = prepared.starting_params()
+    state, sizes = State(params, prepared.optimizer.init(params)), []
+    logprobs = {"old_logp": np.full(prepared.dataset.rollouts.tokens.size, -3.0, np.float32)}
+    tracemalloc.start()
+    try:
+        for step in range(1, 81):
+            state, _ = train_step(prepared, state, step, logprobs, tmp_path)
+            if step in (40, 80):
+                gc.collect()
+                sizes.append((len(jax.live_arrays()), tracemalloc.get_traced_memory()[0]))
+    finally:
+        tracemalloc.stop()
+    (arrays, before), (arrays_after, after) = sizes
+    assert arrays_after == arrays
+    assert after - before < 40 * 1024  # a batch that stayed would be several times that in each step
 
 
 def test_an_epoch_takes_every_group_once_and_depends_on_seed_and_step_alone():
