@@ -97,8 +97,8 @@ def forward(
       scale: factor on q . k.
 
     Returns:
-      out [C, H, d] in q's dtype, and the log-sum-exp of each query's scores, float [nq, K, block_q * G],
-      for `backward`. A query that sees nothing has out 0 and a huge log-sum-exp.
+      out [C, H, d] in q's dtype, and the log-sum-exp of each query's scores, float [C, H], for `backward`. A
+      query that sees nothing has out 0 and a huge log-sum-exp.
     """
     geometry = _Geometry.of(q, k, block_k)
     queries, acc = geometry.fold(q), accumulator_dtype(q.dtype)
@@ -131,7 +131,7 @@ def forward(
     seen = total > 0
     divisor = jnp.where(seen, total, 1)
     lse = jnp.where(seen, top + jnp.log(divisor), -MASKED)
-    return geometry.unfold(out / divisor[..., None]).astype(q.dtype), lse
+    return geometry.unfold(out / divisor[..., None]).astype(q.dtype), geometry.unfold(lse[..., None])[..., 0]
 
 
 def backward(
@@ -165,6 +165,7 @@ def backward(
     acc = accumulator_dtype(q.dtype)
     queries, cotangents = geometry.fold(q), geometry.fold(do.astype(q.dtype))
     delta = (geometry.fold(out).astype(acc) * cotangents.astype(acc)).sum(axis=-1)
+    lse = geometry.fold(lse[..., None])[..., 0]
 
     # Scores lie keys first here: then dv and dk, and not just one of them, read their big operand in order.
     def body(state: tuple) -> tuple:
@@ -268,13 +269,15 @@ class _Geometry(NamedTuple):
 
     def fold(self, x: jax.Array) -> jax.Array:
         """[C, H, d] -> [nq, K, block_q * G, d]."""
-        x = x.reshape(-1, self.block_q, self.kv_heads, self.group, self.head_dim).transpose(0, 2, 1, 3, 4)
-        return x.reshape(-1, self.kv_heads, self.block_q * self.group, self.head_dim)
+        width = x.shape[-1]
+        x = x.reshape(-1, self.block_q, self.kv_heads, self.group, width).transpose(0, 2, 1, 3, 4)
+        return x.reshape(-1, self.kv_heads, self.block_q * self.group, width)
 
     def unfold(self, x: jax.Array) -> jax.Array:
         """[nq, K, block_q * G, d] -> [C, H, d]."""
-        x = x.reshape(-1, self.kv_heads, self.block_q, self.group, self.head_dim).transpose(0, 2, 1, 3, 4)
-        return x.reshape(self.num_queries, -1, self.head_dim)
+        width = x.shape[-1]
+        x = x.reshape(-1, self.kv_heads, self.block_q, self.group, width).transpose(0, 2, 1, 3, 4)
+        return x.reshape(self.num_queries, -1, width)
 
     def unpair(self, pair: jax.Array) -> tuple[jax.Array, jax.Array]:
         return lax.div(pair, jnp.int32(self.num_k_blocks)), lax.rem(pair, jnp.int32(self.num_k_blocks))

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from dta_jax.model import DecoderModel, Params
-from dta_jax.segment import num_keys
-from dta_jax.tree_grad import LossFn, back_step, push_step, start
+from dta_jax.segment import empty_residuals, num_keys
+from dta_jax.tree_grad import LossFn, back_kept_step, back_step, push_keeping_step, push_step, start
 from dta_jax.tree_inputs import prepare
 from dta_jax.types import PUSH, Schedule
 
@@ -50,13 +50,19 @@ def lower_steps(
     entries, ops = prepare(model, params, schedule, values, entry_capacity)
     keys, S = num_keys(schedule.stack_slots, schedule.chunk_size), schedule.stack_slots
     carry = jax.eval_shape(functools.partial(start, model, capacity=len(entries.token), keys=keys), params)
+    kept = jax.eval_shape(functools.partial(empty_residuals, model), params, carry.stack)
     found: Programs = {}
     for kind, op in ops:
         which = kind, len(op.rows.token)
         if which in found:
             continue
-        if kind == PUSH:
+        if kind == PUSH and schedule.keep_residuals:
+            state = carry.stack, carry.outputs, kept
+            found[which] = push_keeping_step.lower(model, params, state, op, entries, S)
+        elif kind == PUSH:
             found[which] = push_step.lower(model, params, (carry.stack, carry.outputs), op, entries, S)
+        elif schedule.keep_residuals:
+            found[which] = back_kept_step.lower(model, loss_fn, params, (carry, kept), op, entries, S)
         else:
             found[which] = back_step.lower(model, loss_fn, params, carry, op, entries, S)
     return found

@@ -50,8 +50,8 @@ class Rows(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What `pull` needs of `run`: inputs x [L, W, D] of the layers, attention outputs [L, W, H, d] and
-    log-sum-exps, and the last layer's output [W, D]."""
+    """What `pull` needs of `run`, per row: inputs x [L, W, D] of the layers, attention outputs [L, W, H, d]
+    and log-sum-exps [L, W, H], and the last layer's output [W, D]. Kept by slot, W is N."""
 
     x: jax.Array
     out: jax.Array
@@ -115,6 +115,48 @@ def run(
     h = model.final(params["final"], last)
     stack = Stack(k, v, lax.dynamic_update_slice_in_dim(stack.h, h, first, 0))
     return h, stack, Residuals(xs, outs, lses, last)
+
+
+def empty_residuals(model: DecoderModel, params: Params, stack: Stack) -> Residuals:
+    """Residuals of zeros, by slot of `stack`."""
+    (layers, _, keys, head_dim), x = stack.k.shape, params["embed"].dtype
+    wide = jnp.zeros((layers, keys, model.num_heads, head_dim), stack.k.dtype)
+    return Residuals(
+        x=jnp.zeros((layers, keys, model.hidden_size), x),
+        out=wide,
+        lse=jnp.zeros(wide.shape[:-1], accumulator_dtype(stack.k.dtype)),
+        last=jnp.zeros((keys, model.hidden_size), x),
+    )
+
+
+def keep(kept: Residuals, residuals: Residuals, slot: jax.Array) -> Residuals:
+    """Writes the rows' residuals to their slots."""
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[:, slot].set(new, mode="drop", unique_indices=True)
+
+    return Residuals(
+        x=put(kept.x, residuals.x),
+        out=put(kept.out, residuals.out),
+        lse=put(kept.lse, residuals.lse),
+        last=kept.last.at[slot].set(residuals.last, mode="drop", unique_indices=True),
+    )
+
+
+def recall(stack: Stack, kept: Residuals, rows: Rows, first: int) -> tuple[Stack, Residuals]:
+    """What `run` would give for rows that are on the stack, read from their slots instead."""
+
+    def read(leaf: jax.Array, axis: int) -> jax.Array:
+        return jnp.take(leaf, rows.slot, axis=axis, mode="fill", fill_value=0)
+
+    stack = Stack(
+        lax.dynamic_update_slice_in_dim(stack.k, read(stack.k, 2), first, 2),
+        lax.dynamic_update_slice_in_dim(stack.v, read(stack.v, 2), first, 2),
+        lax.dynamic_update_slice_in_dim(stack.h, read(stack.h, 0), first, 0),
+    )
+    return stack, Residuals(
+        x=read(kept.x, 1), out=read(kept.out, 1), lse=read(kept.lse, 1), last=read(kept.last, 0)
+    )
 
 
 def pull(

@@ -7,7 +7,8 @@ waiting for any:
     PUSH   h, K, V of some rows, written to their slots of the stack
     BACK   the same forward pass; then the loss of the rows' entries and its vjp. The rows first take over
            the cotangents which later rows left at their slots; what they owe to their own context they
-           add at its slots.
+           add at its slots. Where every row is pushed (`Schedule.keep_residuals`), what its vjp needs is kept
+           by slot, and BACK runs nothing a second time.
 
 Log-probabilities of a row's token come from the hidden state of its parent, which is one of the rows
 or on the stack. Only rows with entries go through the LM head, in blocks.
@@ -36,7 +37,7 @@ from jax import lax
 from dta_jax import segment
 from dta_jax.lm_head import HeadBlock, evaluate_block, pull_block
 from dta_jax.model import DecoderModel, Params, head_weights
-from dta_jax.segment import Stack, num_keys
+from dta_jax.segment import Residuals, Stack, num_keys
 from dta_jax.tree_inputs import HEAD_BLOCK, Entries, Op, prepare
 from dta_jax.types import BACK, PUSH, Schedule, accumulator_dtype
 
@@ -130,14 +131,20 @@ def tree_value_and_grad(
     """
     entries, ops = prepare(model, params, schedule, values, entry_capacity)
     carry = start(model, params, len(entries.token), num_keys(schedule.stack_slots, schedule.chunk_size))
+    kept = start_keeping(model, params, carry.stack) if schedule.keep_residuals else None
+    S = schedule.stack_slots
     for kind, op in ops:
-        if kind == PUSH:
-            stack, outputs = push_step(
-                model, params, (carry.stack, carry.outputs), op, entries, schedule.stack_slots
-            )
+        if kind == PUSH and kept is None:
+            stack, outputs = push_step(model, params, (carry.stack, carry.outputs), op, entries, S)
             carry = carry._replace(stack=stack, outputs=outputs)
+        elif kind == PUSH:
+            state = carry.stack, carry.outputs, kept
+            stack, outputs, kept = push_keeping_step(model, params, state, op, entries, S)
+            carry = carry._replace(stack=stack, outputs=outputs)
+        elif kept is None:
+            carry = back_step(model, loss_fn, params, carry, op, entries, S)
         else:
-            carry = back_step(model, loss_fn, params, carry, op, entries, schedule.stack_slots)
+            carry, kept = back_kept_step(model, loss_fn, params, (carry, kept), op, entries, S)
     return TreeResult(carry.grads, carry.outputs, schedule)
 
 
@@ -155,7 +162,8 @@ def tree_logprobs(
       model, params, entry_capacity: as in `tree_value_and_grad`.
       schedule: from `compile_forward_schedule`, which runs each token once; or from `compile_schedule`,
         whose operations then run forward only. With the schedule of a gradient, the results are that
-        gradient's own to the last bit, for the same rows run together: first ratios are exactly 1.
+        gradient's own to the last bit, for the same rows run together: first ratios are exactly 1. (Not
+        with kept residuals: there, rows ran in their PUSH, together with others.)
       temperature: float[E], above 0; None for 1.
 
     Returns:
@@ -183,8 +191,67 @@ def push(
     model: DecoderModel, params: Params, carry: tuple[Stack, Outputs], op: Op, entries: Entries, first: int
 ) -> tuple[Stack, Outputs]:
     """PUSH: runs the rows, evaluates entries if they have any, and writes their state to their slots."""
-    stack, outputs = carry
-    h, stack, _ = segment.run(model, params, stack, op.rows, first)
+    stack, outputs, _ = _push_rows(model, params, *carry, op, entries, first)
+    return stack, outputs
+
+
+def push_keeping(
+    model: DecoderModel,
+    params: Params,
+    carry: tuple[Stack, Outputs, Residuals],
+    op: Op,
+    entries: Entries,
+    first: int,
+) -> tuple[Stack, Outputs, Residuals]:
+    """`push`, with what the rows' vjp needs kept at their slots, for `back_kept`."""
+    stack, outputs, kept = carry
+    stack, outputs, residuals = _push_rows(model, params, stack, outputs, op, entries, first)
+    return stack, outputs, segment.keep(kept, residuals, op.rows.slot)
+
+
+def back(
+    model: DecoderModel,
+    loss_fn: LossFn,
+    params: Params,
+    carry: Back,
+    op: Op,
+    entries: Entries,
+    first: int,
+) -> Back:
+    """BACK: takes over the rows' cotangents, runs the rows and their entries, and pulls everything back."""
+    own, cotangents = _take(carry.cotangents, op.rows.slot, first)
+    _, stack, residuals = segment.run(model, params, carry.stack, op.rows, first)
+    carry = carry._replace(stack=stack, cotangents=cotangents)
+    return _pull_rows(model, loss_fn, params, carry, own, residuals, op, entries, first)
+
+
+def back_kept(
+    model: DecoderModel,
+    loss_fn: LossFn,
+    params: Params,
+    carry: tuple[Back, Residuals],
+    op: Op,
+    entries: Entries,
+    first: int,
+) -> tuple[Back, Residuals]:
+    """`back` of rows that `push_keeping` ran: nothing is run a second time."""
+    state, kept = carry
+    own, cotangents = _take(state.cotangents, op.rows.slot, first)
+    stack, residuals = segment.recall(state.stack, kept, op.rows, first)
+    state = state._replace(stack=stack, cotangents=cotangents)
+    return _pull_rows(model, loss_fn, params, state, own, residuals, op, entries, first), kept
+
+
+def _push_rows(
+    model: DecoderModel,
+    params: Params,
+    stack: Stack,
+    outputs: Outputs,
+    op: Op,
+    entries: Entries,
+    first: int,
+) -> tuple[Stack, Outputs, Residuals]:
+    h, stack, residuals = segment.run(model, params, stack, op.rows, first)
     head = head_weights(params)
 
     def body(block: _Block, outputs: Outputs) -> Outputs:
@@ -199,22 +266,22 @@ def push(
         stack.v.at[:, :, at].set(stack.v[:, :, own], mode="drop", unique_indices=True),
         stack.h.at[at].set(h, mode="drop", unique_indices=True),
     )
-    return stack, outputs._replace(executed=outputs.executed.at[PUSH].add(op.num_rows))
+    return stack, outputs._replace(executed=outputs.executed.at[PUSH].add(op.num_rows)), residuals
 
 
-def back(
+def _pull_rows(
     model: DecoderModel,
     loss_fn: LossFn,
     params: Params,
     carry: Back,
+    own: Stack,
+    residuals: Residuals,
     op: Op,
     entries: Entries,
     first: int,
 ) -> Back:
-    """BACK: takes over the rows' cotangents, runs the rows and their entries, and pulls everything back."""
+    """The loss of the rows' entries and its vjp, from residuals and the cotangents left for the rows."""
     stack, cotangents, grads, outputs = carry
-    own, cotangents = _take(cotangents, op.rows.slot, first)
-    _, stack, residuals = segment.run(model, params, stack, op.rows, first)
     head, head_name = head_weights(params), "head" if "head" in params else "embed"
 
     def body(block: _Block, state: tuple) -> tuple:
@@ -257,6 +324,9 @@ def back(
 
 push_step = jax.jit(push, static_argnames=("model", "first"), donate_argnames="carry")
 back_step = jax.jit(back, static_argnames=("model", "loss_fn", "first"), donate_argnames="carry")
+push_keeping_step = jax.jit(push_keeping, static_argnames=("model", "first"), donate_argnames="carry")
+back_kept_step = jax.jit(back_kept, static_argnames=("model", "loss_fn", "first"), donate_argnames="carry")
+start_keeping = jax.jit(segment.empty_residuals, static_argnames="model")
 
 
 def _take(cotangents: Stack, slot: jax.Array, first: int) -> tuple[Stack, Stack]:

@@ -65,6 +65,17 @@ def test_float32_gradients_equal_dense(chunk_size):
         assert_equals_dense("float32", seed, chunk_size, gradient=2e-5, value=1e-5)
 
 
+@pytest.mark.parametrize("chunk_size", [5, WHOLE])
+def test_kept_residuals_give_the_same_gradients(chunk_size):
+    model, params = make_model("float32", tie_word_embeddings=False)
+    for seed in range(30):
+        got = run_tree(model, params, random_samples(seed), LOSS, chunk_size, strategy="packed+keep")
+        want = dense("float32", seed)
+        assert got.schedule.keep_residuals
+        np.testing.assert_allclose(got.logp, want.logp, rtol=1e-5)
+        assert largest_error(got.grads, want.grads) < 2e-5, seed
+
+
 def test_tied_embeddings_get_both_gradients():
     model, params = make_model(tie_word_embeddings=True)
     samples = random_samples(3)
