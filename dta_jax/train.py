@@ -103,6 +103,14 @@ def prepare(train: Train) -> Run:
     else:
         config = train.model
     dataset = load_dataset(train, config.vocab_size)
+    if dataset.longest > config.max_position_embeddings:
+        raise InputError(
+            "model config",
+            "max_position_embeddings",
+            expected=f"at least {dataset.longest}, the longest sequence",
+            actual=config.max_position_embeddings,
+            hint="lower Train.max_length to find the sequence, or use a model for longer contexts",
+        )
     mesh = train.mesh.make()
     engine = TreeEngine.for_batches(
         Qwen3(config),

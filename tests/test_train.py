@@ -504,6 +504,10 @@ SPOILED = {
     ),
 }
 BOUND = {
+    "path beyond the model": (
+        ["Qwen3Config.max_position_embeddings = 16"],
+        "model config: max_position_embeddings: expected at least ",
+    ),
     "id beyond the vocabulary": (["Qwen3Config.vocab_size = 40"], "an id below the vocabulary's 40; got "),
     "too long": (["Train.max_length = 20"], "expected a sequence of at most 20 tokens; got"),
     "too few groups": (["Train.batch_groups = 9"], "Train: batch_groups: expected at most"),

@@ -13,7 +13,8 @@ import pytest
 from dta_jax import memory, tree_grad
 from dta_jax.errors import InputError
 from dta_jax.losses import NLL, PPOClip
-from dta_jax.schedule import compile_forward_schedule, compile_schedule
+from dta_jax.reference import dense_logits
+from dta_jax.schedule import compile_forward_schedule, compile_schedule, operands
 from dta_jax.tree_grad import tree_logprobs, tree_value_and_grad
 from dta_jax.trie import build_trie, entry_rows
 from dta_jax.types import BACK, NO_SLOT, PUSH, Samples
@@ -175,6 +176,55 @@ def test_tokens_off_the_path_change_no_bit():
         np.testing.assert_array_equal(one.logp, other.logp)
         np.testing.assert_array_equal(one.loss, other.loss)
         jax.tree.map(np.testing.assert_array_equal, one.grads, other.grads)
+
+
+def test_a_token_after_a_fork_is_predicted_by_the_last_shared_token():
+    """[A, B, C, D] and [A, B, E, F]: three log-probabilities each, E's from B's hidden state."""
+    model, params = make_model()
+    sequences = [np.array(s, np.int32) for s in ([1, 2, 3, 4], [1, 2, 5, 6])]
+    samples = Samples(sequences, np.repeat([0, 1], 3), np.tile([1, 2, 3], 2), {"weight": np.full(6, 1 / 6)})
+    got = run_tree(model, params, samples, NLL(), 2).logp
+    for i, sequence in enumerate(sequences):
+        log_p = jax.nn.log_softmax(dense_logits(model, params, jnp.asarray(sequence)))
+        want = [log_p[p - 1, sequence[p]] for p in (1, 2, 3)]
+        np.testing.assert_allclose(got[3 * i : 3 * i + 3], want, rtol=1e-5)
+
+
+def test_each_sequence_has_its_own_temperature():
+    model, params = make_model()
+    sequences = [np.array([1, 2, 3], np.int32), np.array([1, 2, 4], np.int32)]
+    values = {"weight": np.ones(2) / 2, "temperature": np.array([0.7, 1.3])}
+    samples = Samples(sequences, np.array([0, 1]), np.array([2, 2]), values)
+    got = run_tree(model, params, samples, NLL(), 2).logp
+    z = dense_logits(model, params, jnp.asarray(sequences[0]))[1]
+    want = [jax.nn.log_softmax(z / t)[y] for t, y in ((0.7, 3), (1.3, 4))]
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_the_limit_is_on_the_path_not_on_the_tree():
+    """40 branches of 10 tokens on a stack of 96 slots; positions are depths, so none is above 11."""
+    model, params = make_model()
+    rng = np.random.default_rng(4)
+    sequences = [np.concatenate([[1, 2], rng.integers(0, 10, 10)]).astype(np.int32) for _ in range(40)]
+    samples = make_samples(rng, sequences, share=0.3)
+    schedule = schedule_for(samples, 16)
+    assert schedule.trie.num_rows > 3 * SLOTS
+    assert max(int(op.position.max()) for op in operands(schedule)) == schedule.trie.longest_path - 1 == 11
+    got, want = run_tree(model, params, samples, LOSS, 16), run_dense(model, params, samples, LOSS)
+    assert largest_error(got.grads, want.grads) < 2e-5
+
+
+def test_a_tree_of_129_tokens_in_a_chunk_of_256():
+    model, params = make_model()
+    sequence = np.random.default_rng(0).integers(0, 11, 129).astype(np.int32)
+    samples = Samples(
+        [sequence], np.zeros(128, np.int32), np.arange(1, 129), {"weight": np.full(128, 1 / 128)}
+    )
+    trie = build_trie([sequence])
+    schedule = compile_schedule(trie, np.arange(1, 129), chunk_size=256)
+    got = tree_value_and_grad(model, params, schedule, samples.values, NLL())
+    want = run_dense(model, params, samples, NLL())
+    assert largest_error(got.grads, want.grads) < 2e-5
 
 
 def test_every_supervised_token_counts_from_the_first_after_a_fork():
