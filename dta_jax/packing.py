@@ -12,12 +12,12 @@ A chunk is filled like a bin. The largest twig that fits goes in, again and agai
 closed with *filler*, trunk rows below which nothing is left to run, which can be cut anywhere. Leftovers
 of several branches so share chunks: chunks are full, and nothing but the trunk is pushed.
 
-Trunk is pushed in depth-first preorder, a full PUSH at a time, when no full chunk is to be had. The stack
-has room for the longest path plus C. Without room for a full PUSH a chunk runs all the same: its gap is
-closed by splitting the smallest twig that is larger than it, whose top is pushed first and whose rest is as
-large as the gap. That is done where it costs less than padding. (If there are not even C rows to choose
-from, a narrower PUSH comes first. When there is no room for that either, nearly C finished rows are on the
-stack beside the path, so there is always something to run.)
+Trunk is pushed in depth-first preorder, large subtrees first, a full PUSH at a time, when no full chunk is
+to be had. The stack has room for the longest path plus C. Without room for a full PUSH a chunk runs all the
+same: its gap is closed by splitting the smallest twig that is larger than it, whose top is pushed first and
+whose rest is as large as the gap. That is done where it costs less than padding. (If there are not even C
+rows to choose from, a narrower PUSH comes first. When there is no room for that either, nearly C finished
+rows are on the stack beside the path, so there is always something to run.)
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class _Packer:
                 if rows < wanted:
                     rows = max(width for width in widths(self.chunk_size) if width <= rows)
                 rows = next_rows(rows, self.chunk_size, self.cost.launch)
-                self.steps.append(Step(PUSH, self._next_trunk(rows)))
+                self.steps.append(Step(PUSH, sorted(self._next_trunk(rows))))
             else:
                 self._run_chunk(next_rows(self.unrun, self.chunk_size, self.cost.launch))
         return self.steps
@@ -273,13 +273,13 @@ class _Packer:
 
 
 def _hang(segments: Segments, twig_size: int) -> tuple[list[_Piece], list[_Twig]]:
-    """The pieces of the trunk in preorder, each with its twigs, and the twigs that hang from nothing."""
+    """The trunk's pieces in the order of their pushes, with their twigs; the twigs that hang from nothing."""
     trunk = trunk_rows(segments, twig_size)
     whole = trunk == segments.stop - segments.start
     has_parent = segments.parent != NO_PARENT
     is_twig = ~whole & ((trunk > 0) | ~has_parent | whole[segments.parent])
     pieces: dict[int, _Piece] = {}
-    for g in np.flatnonzero(trunk).tolist():
+    for g in _largest_first(segments, np.flatnonzero(trunk)):
         above = pieces.get(int(segments.parent[g]))
         pieces[g] = _Piece(int(segments.start[g]), int(trunk[g]), above, waiting=1)
         if above is not None:
@@ -294,3 +294,21 @@ def _hang(segments: Segments, twig_size: int) -> tuple[list[_Piece], list[_Twig]
             above.waiting += 1
             above.twigs.append(twig)
     return list(pieces.values()), loose
+
+
+def _largest_first(segments: Segments, chosen: np.ndarray) -> list[int]:
+    """The chosen segments (with all above them) in depth-first preorder, larger subtrees before smaller ones.
+
+    Side branches then come when the long ones beside them are gone, so the stack holds fewer things at a time
+    and a path lies in fewer runs of slots.
+    """
+    size = segments.subtree_end - segments.start
+    below: dict[int, list[int]] = {}
+    for g in chosen[np.argsort(size[chosen], kind="stable")].tolist():
+        below.setdefault(int(segments.parent[g]), []).append(g)
+    order = []
+    todo = below.get(NO_PARENT, [])
+    while todo:
+        order.append(todo.pop())
+        todo += below.get(order[-1], [])
+    return order
