@@ -2,7 +2,8 @@
 
 Commands run in a scratch folder that holds links to the repository's configs and a small recorded file,
 ROLLOUTS.npz, which the texts use as the name of the reader's own. Commands that install are taken as
-done (they made the environment this runs in). What cannot run everywhere is fenced as ```text.
+done (they made the environment this runs in). What cannot run everywhere is fenced as ```text, and
+fragments of Python that need names from elsewhere as ```py.
 """
 
 from __future__ import annotations
