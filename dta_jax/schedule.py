@@ -24,7 +24,7 @@ import numpy as np
 from dta_jax.branches import plan_branches
 from dta_jax.errors import InputError
 from dta_jax.packing import pack
-from dta_jax.planner import CostModel, Step, widths
+from dta_jax.planner import CostModel, Step, next_rows, widths
 from dta_jax.schedule_check import ScheduleError, check_schedule
 from dta_jax.slots import assign_slots
 from dta_jax.types import BACK, NO_PARENT, NO_SLOT, PUSH, Schedule, Trie
@@ -99,7 +99,7 @@ def compile_forward_schedule(
 ) -> Schedule:
     """Runs every row forward exactly once, in preorder, and evaluates every entry.
 
-    Chunks are full, so at most C - 1 rows are padding. The stack holds the path above the next chunk,
+    Chunks are full; only the last ones are padded. The stack holds the path above the next chunk,
     `slot = depth`; a row that nothing later needs is not kept. Its slots are at most the longest path.
 
     Args, Raises: as `compile_schedule`.
@@ -107,8 +107,11 @@ def compile_forward_schedule(
     _check_chunk_size(chunk_size)
     T = trie.num_rows
     row = np.arange(T, dtype=np.int32)
-    offset = np.append(np.arange(0, T, chunk_size), T)
-    chunk_stop = np.minimum((row // chunk_size + 1) * chunk_size, T)
+    bounds = [0]
+    while bounds[-1] < T:
+        bounds.append(bounds[-1] + next_rows(T - bounds[-1], chunk_size, CostModel().launch))
+    offset = np.array(bounds)
+    chunk_stop = np.repeat(offset[1:], np.diff(offset))
     slot = np.where(trie.subtree_end > chunk_stop, trie.depth, NO_SLOT)
     kind = np.full(len(offset) - 1, PUSH)
     slots = _stack_slots(trie.longest_path, stack_slots)
