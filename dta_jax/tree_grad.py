@@ -388,6 +388,7 @@ def _for_entries(op: Op, entries: Entries, body: Callable[[_Block, Any], Any], s
 
 @functools.partial(jax.jit, static_argnames=("model", "capacity", "keys"))
 def start_forward(model: DecoderModel, params: Params, capacity: int, keys: int) -> tuple[Stack, Outputs]:
+    """What PUSH steps carry, all zeros: a stack of N `keys`, outputs for E' = `capacity` entries."""
     stack = segment.empty_stack(model, params, keys)
     zeros = jnp.zeros(capacity, accumulator_dtype(stack.h.dtype))
     return stack, Outputs(zeros, zeros, zeros, zeros[0], jnp.zeros(2, jnp.int32))
@@ -395,5 +396,6 @@ def start_forward(model: DecoderModel, params: Params, capacity: int, keys: int)
 
 @functools.partial(jax.jit, static_argnames=("model", "capacity", "keys"))
 def start(model: DecoderModel, params: Params, capacity: int, keys: int) -> Back:
+    """What BACK steps carry, all zeros; arguments as in `start_forward`."""
     stack, outputs = start_forward(model, params, capacity, keys)
     return Back(stack, segment.zero_cotangents(stack), segment.zero_gradients(params), outputs)
