@@ -68,7 +68,6 @@ class TreeResult:
     """Loss and gradients of a batch.
 
     Attributes:
-      loss: float[], `sum_e weight[e] * loss(e)`.
       grads: float32 (float64 for float64 models), in the layout of the parameters.
       outputs: everything that was collected, on the device, in the schedule's order.
       schedule: what was run.
@@ -80,6 +79,7 @@ class TreeResult:
 
     @property
     def loss(self) -> jax.Array:
+        """float[], `sum_e weight[e] * loss(e)`, on the device."""
         return self.outputs.loss
 
     @property

@@ -143,8 +143,9 @@ class Schedule:
       chunk_size: C, the largest `width`.
       stack_slots: S, slots of the stack; every `slot` is below it.
       strategy: the name of the planner strategy that made the table.
-      keep_residuals: whether every row is pushed before its BACK, so that an engine which keeps what PUSH
-        computed beside the stack needs no second forward pass in BACK. Ignoring it is exact too.
+      keep_residuals: whether every row is pushed before its BACK, so that what PUSH computed can be kept
+        by slot and BACK needs no second forward pass. The single-device driver does so; a mesh runs the
+        same table without keeping, which is exact too.
     """
 
     trie: Trie
