@@ -1,0 +1,1 @@
+"""Rollouts in the making: episodes, admission, and the loop that feeds the trainer."""

@@ -1,0 +1,1 @@
+"""Environments: what a policy is asked, and how well it did."""

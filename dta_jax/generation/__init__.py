@@ -1,0 +1,1 @@
+"""Engines that generate: the local sampler, and servers over HTTP."""
