@@ -7,6 +7,9 @@ training sequence, everything from the rollout's first token to the completion's
     seq. 0   ---------------------[loss]
     seq. 1   ---------------------------------------[loss]
 
+An episode whose context only ever grew is one rollout. One that rewrote its context, or ran sub-agents, is
+several: rows that share `episode`, and with it task, trial and reward.
+
 Token ids are kept as they were produced and shown, never rendered again from text. On disk a set of
 rollouts is one `.npz` with the arrays of `Rollouts` under the same names; no pickle is read or written.
 """
@@ -18,7 +21,7 @@ import os
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +50,9 @@ class Rollouts:
       logprobs: float32[sum], log-probability of each token under the policy that chose it; only read
         inside completions.
       versions: int32[sum], the weight version that chose each token; only read inside completions.
+      episode: int32[R], rows of one episode: an episode that rewrote its context, or ran sub-agents, has
+        several rows; they share task_id, trial and reward. None: every row is an episode.
+      step_reward: float32[M], earned by each completion, besides `reward`. None: 0.
       source: where the rollouts come from, for error messages.
     """
 
@@ -58,23 +64,29 @@ class Rollouts:
     reward: np.ndarray | None = None
     logprobs: np.ndarray | None = None
     versions: np.ndarray | None = None
+    episode: np.ndarray | None = None
+    step_reward: np.ndarray | None = None
     source: str = "rollouts"
 
     def __post_init__(self) -> None:
-        for name in _REQUIRED + _PER_ROLLOUT + _PER_TOKEN:
+        for name in _ARRAYS:
             _check_dtype(self.source, name, getattr(self, name))
         _check_layout(self)
-        for name, size in [(n, self.num_rollouts) for n in _PER_ROLLOUT] + [
-            (n, self.tokens.size) for n in _PER_TOKEN
-        ]:
+        for names, size in (
+            (_PER_ROLLOUT, self.num_rollouts),
+            (_PER_COMPLETION, len(self.completion_spans)),
+            (_PER_TOKEN, self.tokens.size),
+        ):
+            for name in names:
+                array = getattr(self, name)
+                if array is not None and array.shape != (size,):
+                    raise InputError(self.source, name, expected=f"shape ({size},)", actual=array.shape)
+        for name, unit in (("reward", "rollout"), ("step_reward", "completion")):
             array = getattr(self, name)
-            if array is not None and array.shape != (size,):
-                raise InputError(self.source, name, expected=f"shape ({size},)", actual=array.shape)
-        if self.reward is not None and not np.isfinite(self.reward).all():
-            i = int(np.flatnonzero(~np.isfinite(self.reward))[0])
-            raise InputError(
-                self.source, f"reward of rollout {i}", expected="a finite number", actual=self.reward[i]
-            )
+            if array is not None and not np.isfinite(array).all():
+                i = int(np.flatnonzero(~np.isfinite(array))[0])
+                field = f"{name} of {unit} {i}"
+                raise InputError(self.source, field, expected="a finite number", actual=array[i])
         if self.logprobs is not None:
             bad = np.flatnonzero(~np.isfinite(self.logprobs) & self.chosen())
             if bad.size:
@@ -85,6 +97,7 @@ class Rollouts:
                     expected="a finite number inside a completion",
                     actual=self.logprobs[i],
                 )
+        _check_episodes(self)
 
     @property
     def num_rollouts(self) -> int:
@@ -109,6 +122,8 @@ class Rollouts:
         digest = hashlib.sha256()
         for name in _ARRAYS:
             array = getattr(self, name)
+            if array is None and name in _DIGESTED_IF_PRESENT:
+                continue
             digest.update(f"{name} {None if array is None else array.shape} ".encode())
             if array is not None:
                 digest.update(np.ascontiguousarray(array).data)
@@ -124,13 +139,17 @@ class Rollouts:
         new_rollout[chosen] = np.arange(len(chosen), dtype=np.int32)
         spans = self.completion_spans.copy()
         spans[:, 0] = new_rollout[spans[:, 0]]
-        spans = spans[spans[:, 0] >= 0]
-        spans = spans[np.argsort(spans[:, 0], kind="stable")]
-        parts: dict[str, Any] = {n: getattr(self, n) for n in _PER_ROLLOUT + _PER_TOKEN}
-        for name, array in parts.items():
-            if array is not None:
-                parts[name] = array[chosen if name in _PER_ROLLOUT else index]
-        return Rollouts(self.tokens[index], offsets, spans, **parts, source=self.source)
+        completions = np.flatnonzero(spans[:, 0] >= 0)
+        completions = completions[np.argsort(spans[completions, 0], kind="stable")]
+        parts: dict[str, Any] = {}
+        for names, where in (
+            (_PER_ROLLOUT, chosen),
+            (_PER_COMPLETION, completions),
+            (_PER_TOKEN, index),
+        ):
+            arrays = {name: getattr(self, name) for name in names}
+            parts |= {name: array[where] for name, array in arrays.items() if array is not None}
+        return Rollouts(self.tokens[index], offsets, spans[completions], **parts, source=self.source)
 
     def select(self, task_ids: Iterable[int]) -> Rollouts:
         """The rollouts of the given tasks, in the order in which they are stored.
@@ -172,10 +191,69 @@ class Rollouts:
         return array
 
 
-_PER_ROLLOUT = ("task_id", "trial", "reward")
+_PER_ROLLOUT = ("task_id", "trial", "reward", "episode")
+_PER_COMPLETION = ("step_reward",)
 _PER_TOKEN = ("logprobs", "versions")
-_FLOATS = ("reward", "logprobs")
+_FLOATS = ("reward", "logprobs", "step_reward")
 _ARRAYS = tuple(f.name for f in fields(Rollouts) if f.name != "source")
+_DIGESTED_IF_PRESENT = ("episode", "step_reward")  # so that digests that runs have stored stay what they are
+
+
+def concatenate_rollouts(parts: Sequence[Rollouts], *, source: str = "rollouts") -> Rollouts:
+    """Several sets of rollouts as one, in the given order.
+
+    Episodes are numbered anew, so that those of different parts stay apart. Where only some parts have
+    `episode` or `step_reward`, the others get what None means there.
+
+    Args:
+      parts: at least one.
+      source: of the result.
+
+    Raises:
+      InputError: there is no part; or only some have `task_id`, `trial`, `reward`, `logprobs` or `versions`.
+    """
+    if not parts:
+        raise InputError(source, "parts", expected="at least one set of rollouts", actual="none")
+    tokens_before = np.cumsum([0, *(part.tokens.size for part in parts)])
+    rows_before = np.cumsum([0, *(part.num_rollouts for part in parts)], dtype=np.int32)
+    offsets = [part.offsets[:-1] + before for part, before in zip(parts, tokens_before, strict=False)]
+    spans = [part.completion_spans.copy() for part in parts]
+    for span, before in zip(spans, rows_before, strict=False):
+        span[:, 0] += before
+    arrays = {name: [getattr(part, name) for part in parts] for name in _PER_ROLLOUT + _PER_TOKEN}
+    arrays["step_reward"] = [part.step_reward for part in parts]
+    if any(array is not None for array in arrays["episode"]):
+        numbered = map(_numbered_episodes, parts)
+        arrays["episode"] = [own + before for own, before in zip(numbered, rows_before, strict=False)]
+    if any(array is not None for array in arrays["step_reward"]):
+        arrays["step_reward"] = [
+            np.zeros(len(part.completion_spans), np.float32) if part.step_reward is None else part.step_reward
+            for part in parts
+        ]
+    joined = {}
+    for name, own in arrays.items():
+        missing = [part.source for part, array in zip(parts, own, strict=True) if array is None]
+        if 0 < len(missing) < len(parts):
+            raise InputError(
+                missing[0], name, expected=f"an array named {name!r}, as others have", actual="none"
+            )
+        if not missing:
+            joined[name] = np.concatenate(own)
+    return Rollouts(
+        tokens=np.concatenate([part.tokens for part in parts]),
+        offsets=np.concatenate([*offsets, tokens_before[-1:]]),
+        completion_spans=np.concatenate(spans),
+        **joined,
+        source=source,
+    )
+
+
+def _numbered_episodes(rollouts: Rollouts) -> np.ndarray:
+    """int32[R]: each row's episode, as the index of one of its rows."""
+    if rollouts.episode is None:
+        return np.arange(rollouts.num_rollouts, dtype=np.int32)
+    _, first, inverse = np.unique(rollouts.episode, return_index=True, return_inverse=True)
+    return first.astype(np.int32)[inverse]
 
 
 def load_rollouts(path: str | os.PathLike[str]) -> Rollouts:
@@ -362,3 +440,21 @@ def _check_layout(rollouts: Rollouts) -> None:
             expected=f"0 <= start <= end <= {length[k]}, the length of rollout {rollout[k]}",
             actual=f"start {start[k]}, end {end[k]}",
         )
+
+
+def _check_episodes(rollouts: Rollouts) -> None:
+    """Rows of one episode have the same task, trial and reward."""
+    if rollouts.episode is None:
+        return
+    first = _numbered_episodes(rollouts)
+    for name in ("task_id", "trial", "reward"):
+        array = getattr(rollouts, name)
+        differs = np.flatnonzero(array != array[first]) if array is not None else np.zeros(0, np.int64)
+        if differs.size:
+            i = int(differs[0])
+            raise InputError(
+                rollouts.source,
+                f"{name} of rollout {i}",
+                expected=f"{array[first[i]]}, that of rollout {first[i]} of the same episode",
+                actual=array[i],
+            )

@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dta_jax.errors import InputError
-from dta_jax.rollouts import Rollouts, load_rollouts, samples_from_rollouts, save_rollouts
+from dta_jax.rollouts import (
+    Rollouts,
+    concatenate_rollouts,
+    load_rollouts,
+    samples_from_rollouts,
+    save_rollouts,
+)
 from dta_jax.synthetic import SyntheticRollouts, generate_rollouts
 
 ARRAYS = {
@@ -22,6 +28,8 @@ ARRAYS = {
     "reward": np.array([1.0, 0.5], np.float32),
     "logprobs": np.array([np.nan, -1, np.nan, -2, -3, np.nan, np.nan, -4, -5], np.float32),
     "versions": np.array([0, 1, 0, 2, 3, 0, 0, 4, 5], np.int32),
+    "episode": np.array([4, 2], np.int32),
+    "step_reward": np.array([0.1, 0.2, 0.3], np.float32),
 }
 
 
@@ -66,7 +74,8 @@ def test_every_token_of_a_completion_has_loss():
 
 def test_a_first_token_has_no_loss_and_empty_completions_no_sequence():
     spans = np.array([[0, 0, 1], [0, 2, 2], [0, 0, 3], [1, 4, 4]], np.int32)
-    samples = samples_from_rollouts(Rollouts(**{**ARRAYS, "completion_spans": spans, "logprobs": None}))
+    changes = {"completion_spans": spans, "logprobs": None, "step_reward": None}
+    samples = samples_from_rollouts(Rollouts(**{**ARRAYS, **changes}))
     assert [s.tolist() for s in samples.sequences] == [[5, 6, 7]]
     assert samples.position.tolist() == [1, 2]
     assert samples.values["completion"].tolist() == [2, 2]
@@ -110,6 +119,9 @@ def test_taken_rollouts_keep_all_that_is_theirs():
     assert swapped.completion_spans.tolist() == [[0, 2, 4], [1, 1, 2], [1, 3, 5]]
     assert swapped.task_id.tolist() == [3, 7]
     assert swapped.versions.tolist() == [0, 0, 4, 5, 0, 1, 0, 2, 3]
+    assert swapped.episode.tolist() == [2, 4]
+    np.testing.assert_array_equal(swapped.step_reward, np.float32([0.3, 0.1, 0.2]))
+    np.testing.assert_array_equal(whole.take([1]).step_reward, np.float32([0.3]))
     assert_equal(whole.select([3]), whole.take([1]))
 
 
@@ -117,10 +129,59 @@ def test_saved_rollouts_are_loaded_as_they_were(tmp_path):
     whole = Rollouts(**ARRAYS)
     save_rollouts(tmp_path / "all.npz", whole)
     assert_equal(load_rollouts(tmp_path / "all.npz"), whole)
-    plain = dataclasses.replace(whole, logprobs=None, versions=None, reward=None, trial=None, task_id=None)
+    plain = Rollouts(whole.tokens, whole.offsets, whole.completion_spans)
     save_rollouts(tmp_path / "plain.npz", plain)
     assert_equal(load_rollouts(tmp_path / "plain.npz"), plain)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["all.npz", "plain.npz"]
+
+
+def test_the_digest_tells_rollouts_apart():
+    whole = Rollouts(**ARRAYS)
+    assert Rollouts(**ARRAYS, source="elsewhere").digest() == whole.digest()
+    digests = {whole.digest()}
+    for name in ("task_id", "trial", "reward", "logprobs", "versions", "episode", "step_reward"):
+        digests.add(dataclasses.replace(whole, **{name: None}).digest())
+        digests.add(
+            dataclasses.replace(whole, **{name: getattr(whole, name) + ARRAYS[name].dtype.type(1)}).digest()
+        )
+    assert len(digests) == 15
+
+
+def test_rollouts_without_episodes_keep_the_digest_of_stored_runs():
+    plain = {name: array for name, array in ARRAYS.items() if name not in ("episode", "step_reward")}
+    assert Rollouts(**plain).digest().startswith("b5d490b2c642798c")
+
+
+def test_parts_are_put_together_and_their_episodes_stay_apart():
+    one = Rollouts(**ARRAYS)
+    both = concatenate_rollouts([one, one.take([1, 0])])
+    assert_equal(both.take([0, 1]), dataclasses.replace(one, episode=np.array([0, 1], np.int32)))
+    assert both.tokens.tolist() == [*one.tokens.tolist(), 5, 6, 4, 3, 5, 6, 7, 8, 9]
+    assert both.offsets.tolist() == [0, 5, 9, 13, 18]
+    assert both.completion_spans[:, 0].tolist() == [0, 0, 1, 2, 3, 3]
+    assert both.episode.tolist() == [0, 1, 2, 3]
+    np.testing.assert_array_equal(both.step_reward, np.float32([0.1, 0.2, 0.3, 0.3, 0.1, 0.2]))
+    same_task = {
+        "task_id": np.full(2, 7, np.int32),
+        "trial": np.zeros(2, np.int32),
+        "reward": np.ones(2, np.float32),
+    }
+    shared = dataclasses.replace(one, episode=np.full(2, 9, np.int32), **same_task)
+    plain = dataclasses.replace(one, episode=None, step_reward=None)
+    mixed = concatenate_rollouts([shared, plain, shared])
+    assert mixed.episode.tolist() == [0, 0, 2, 3, 4, 4]
+    np.testing.assert_array_equal(mixed.step_reward, np.float32([0.1, 0.2, 0.3, 0, 0, 0, 0.1, 0.2, 0.3]))
+    assert concatenate_rollouts([plain, plain]).episode is None
+    assert_equal(concatenate_rollouts([plain]), plain)
+
+
+def test_parts_that_do_not_fit_are_refused():
+    one = Rollouts(**ARRAYS, source="a.npz")
+    other = dataclasses.replace(one, reward=None, source="b.npz")
+    with pytest.raises(InputError, match=r"b\.npz: reward: expected an array named 'reward', as others have"):
+        concatenate_rollouts([one, other])
+    with pytest.raises(InputError, match="parts: expected at least one"):
+        concatenate_rollouts([])
 
 
 def test_other_widths_are_converted_and_other_arrays_ignored(tmp_path):
@@ -176,6 +237,12 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
         ({"logprobs": np.full(9, np.nan, np.float32)}, "logprobs of token 1", "nan"),
         ({"logprobs": np.zeros(8)}, "logprobs", "(8,)"),
         ({"versions": np.zeros(9)}, "versions", "float64"),
+        ({"episode": np.zeros(3, np.int32)}, "episode", "(3,)"),
+        ({"episode": np.zeros(2, np.int32)}, "task_id of rollout 1", "3"),
+        ({"episode": np.zeros(2, np.int32), "task_id": None}, "trial of rollout 1", "1"),
+        ({"episode": np.zeros(2, np.int32), "task_id": None, "trial": None}, "reward of rollout 1", "0.5"),
+        ({"step_reward": np.zeros(2)}, "step_reward", "(2,)"),
+        ({"step_reward": np.array([0, np.inf, 1])}, "step_reward of completion 1", "inf"),
     ],
 )
 def test_bad_arrays_are_refused_by_name(tmp_path, changes, field, actual):
