@@ -23,6 +23,8 @@ Source: Fu et al. 2025, AReaL (arXiv 2505.24298), section 5.1, for the bound.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from dta_jax.collect.order import Place
 from dta_jax.collect.records import Group
@@ -123,6 +125,37 @@ class Admission:
         self.step = step
         self._forget_finished_steps()
         return chosen
+
+    def state(self) -> dict[str, Any]:
+        """What a run that is taken up again has to know, as JSON.
+
+        `accepted` are the groups that are whole and were not trained on, by their places; `restart` are those
+        that were to be made. Equal groups that were replaced are forgotten.
+        """
+        restart = sorted({*self.running, *self._waiting, *self._keeping_slot})
+        return {
+            "step": self.step,
+            "version": self.version,
+            "next": list(self._next),
+            "restart": [list(place) for place in restart],
+            "accepted": [list(place) for place in sorted(self.ready)],
+            "replacements": {str(step): count for step, count in self._replacements.items()},
+            "resampled": {str(step): count for step, count in self._resampled.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any], accepted: Iterable[Group]) -> None:
+        """Goes on from a state.
+
+        Args:
+          state: from `state`.
+          accepted: those accepted groups that were kept; the others are made again.
+        """
+        self.step, self.version, self._next = state["step"], state["version"], Place(*state["next"])
+        self.ready = {group.place: group for group in accepted}
+        unfinished = {Place(*place) for place in (*state["restart"], *state["accepted"])}
+        self._waiting = deque(sorted(unfinished - self.ready.keys()))
+        self._replacements = Counter({int(step): count for step, count in state["replacements"].items()})
+        self._resampled = Counter({int(step): count for step, count in state["resampled"].items()})
 
     def _replace(self, lost: Place) -> None:
         number = self.batch_groups + self._replacements[lost.step]

@@ -29,9 +29,12 @@ from dta_jax.envs.protocol import Answer, Environment, Episode, Step
 from dta_jax.errors import InputError
 from dta_jax.generation.protocol import Completion, GenerationError, Generator, Sampling
 
-Reason: TypeAlias = Literal["timeout", "generation", "garbage", "environment", "reward", "unfinished"]
+Reason: TypeAlias = Literal[
+    "timeout", "generation", "garbage", "environment", "reward", "unfinished", "stale"
+]
 """Why an episode failed: it took too long; the engine gave up; it returned what its protocol forbids; the
-environment raised; it judged with a number that is not finite; a limit was reached and none may be."""
+environment raised; it judged with a number that is not finite; a limit was reached and none may be; its
+first tokens became too old while it ran."""
 
 CLOSE_SECONDS: Final = 5.0
 """How long an episode may take to close."""
@@ -62,6 +65,7 @@ class EpisodeRunner:
       settings: limits, retries and sampling.
       chat: for environments that speak messages.
       newest_version: of weights that an engine may have by now.
+      oldest_version: tokens of older weights make the rest of an episode worthless.
       progress: called after every model call and every step of an environment that was completed.
       retried: called with every failure that is followed by a retry.
     """
@@ -74,13 +78,15 @@ class EpisodeRunner:
         *,
         chat: Chat | None,
         newest_version: Callable[[], int],
+        oldest_version: Callable[[], int],
         progress: Callable[[], None],
         retried: Callable[[EpisodeFailure], None],
     ):
         self._environment, self._generator, self._settings = environment, generator, settings
         self._speaker = Speaker(chat, settings.sampling.stop_tokens)
         self._free = asyncio.Semaphore(settings.max_concurrent)
-        self._newest_version, self._progress, self._retried = newest_version, progress, retried
+        self._newest_version, self._oldest_version = newest_version, oldest_version
+        self._progress, self._retried = progress, retried
 
     async def run(self, task: int, trial: int, seed: int) -> EpisodeRecord:
         """One episode, once it is its turn.
@@ -91,13 +97,15 @@ class EpisodeRunner:
           seed: of the environment and of all its model calls.
 
         Raises:
-          EpisodeFailure: it failed, and all retries did.
+          EpisodeFailure: it failed, and all retries did; or it is stale.
           InputError: see the module.
         """
         for attempt in range(self._settings.retries):
             try:
                 return await self._attempt(task, trial, seed)
             except EpisodeFailure as failure:
+                if failure.reason == "stale":
+                    raise
                 _log.warning("task %d, trial %d: %s; tried again", task, trial, failure)
                 self._retried(failure)
             await asyncio.sleep(self._settings.retry_delay * 2**attempt)
@@ -123,6 +131,10 @@ class EpisodeRunner:
         while (observation := step.observation) is not None:
             if len(calls) == self._settings.max_turns:
                 return self._unfinished("max_turns", task, trial, calls)
+            if calls and calls[0].completion.versions[0] < self._oldest_version():
+                raise EpisodeFailure(
+                    "stale", f"its first token is of version {calls[0].completion.versions[0]}"
+                )
             prompt = threads.observe(observation)
             sampling = self._with_room(len(prompt))
             if sampling is None:
@@ -182,6 +194,13 @@ class EpisodeRunner:
         _check_number("reward", step.reward)
         self._progress()
         return step
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """What a group of tasks failed of: the first exception inside the group's exception."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _environment_failure(error: Exception) -> EpisodeFailure:

@@ -13,34 +13,33 @@ and weights: its tasks, seeds and order do not depend on who finishes first.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from dta_jax.chat import Chat
-from dta_jax.collect.admission import Admission
-from dta_jax.collect.episodes import CLOSE_SECONDS, EpisodeFailure, EpisodeRunner
+from dta_jax.collect.episodes import CLOSE_SECONDS
+from dta_jax.collect.evaluation import Evaluate, evaluate_episodes
 from dta_jax.collect.loop_thread import LoopThread
-from dta_jax.collect.order import Place, TaskOrder
-from dta_jax.collect.records import SOURCE, Group, group_of_episodes
-from dta_jax.collect.report import Tally, batch_metrics
+from dta_jax.collect.order import TaskOrder
+from dta_jax.collect.records import SOURCE
+from dta_jax.collect.report import batch_metrics
 from dta_jax.collect.settings import Collect
+from dta_jax.collect.stream import CollectError, GroupStream, Snapshot
 from dta_jax.envs.protocol import Environment
 from dta_jax.errors import InputError
 from dta_jax.generation.protocol import Generator
 from dta_jax.model import Params
 from dta_jax.rollouts import Rollouts, concatenate_rollouts
 
+T = TypeVar("T")
+
 _SHUTDOWN_SECONDS: Final = 2 * CLOSE_SECONDS
 _log = logging.getLogger(__name__)
-
-
-class CollectError(RuntimeError):
-    """Collecting rollouts failed: nothing moves, everything is rejected, or a group is too stale."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +50,7 @@ class Collected:
       rollouts: R rows with all optional arrays, ordered by group, then by trial.
       group: int32[R], the group of each row, 0 ... batch_groups - 1. A batch that reaches into the next epoch
         may have one task in two groups.
-      metrics: numbers for the log.
+      metrics: numbers for the log, see `dta_jax.collect.report`.
     """
 
     rollouts: Rollouts
@@ -60,7 +59,7 @@ class Collected:
 
 
 class Collector:
-    """Runs episodes and hands out batches of whole groups. A context manager.
+    """Runs episodes and hands out batches of whole groups. A context manager; not for several threads.
 
     Args:
       environment: whose tasks.
@@ -88,33 +87,15 @@ class Collector:
         ):
             if value < least:
                 raise InputError("Collector", name, expected=f"at least {least}", actual=value)
+        order = TaskOrder(environment.num_tasks, batch_groups, seed)
         self._environment, self._generator, self._settings, self._chat = (
             environment,
             generator,
             settings,
             chat,
         )
-        self._order = TaskOrder(environment.num_tasks, batch_groups, seed)
-        self._admission = self._fresh_admission(step=0)
-        self._newest_version = generator.version
-        self._runner = EpisodeRunner(
-            environment,
-            generator,
-            settings,
-            chat=chat,
-            newest_version=lambda: self._newest_version,
-            progress=self._note_progress,
-            retried=self._note_retry,
-        )
+        self._stream = GroupStream(environment, generator, settings, order, chat)
         self._thread = LoopThread("collector")
-        self._tasks: dict[Place, asyncio.Task[None]] = {}
-        self._changed = asyncio.Event()
-        self._fatal: BaseException | None = None
-        self._tally = Tally()
-        self._rejected_in_row = 0
-        self._last_failure = "none"
-        self._last_progress = time.monotonic()
-        self._began = False
         self._closed = False
 
     def __enter__(self) -> Collector:
@@ -136,8 +117,7 @@ class Collector:
             row; or a group is too stale, and `on_stale` is "fail".
         """
         began = time.monotonic()
-        self._last_progress = began
-        groups, tally = self._thread.run(self._take(step), lambda: self._stop_if_stuck(f"batch {step}"))
+        groups, tally = self._wait(f"batch {step}", self._stream.take(step))
         rollouts = concatenate_rollouts([group.rollouts for group in groups], source=SOURCE)
         rows = [group.rollouts.num_rollouts for group in groups]
         metrics = batch_metrics(groups, rollouts, tally, step=step, waited=time.monotonic() - began)
@@ -152,180 +132,89 @@ class Collector:
 
         Raises:
           InputError: the version is not newer than the one before.
-          CollectError: the engine does not take them, see `batch`.
+          CollectError: the engine takes longer than `stuck_after`.
         """
-        if version <= self._admission.version and self._began:
-            raise InputError(
-                "Collector", "version", expected=f"above {self._admission.version}", actual=version
-            )
-        self._last_progress = time.monotonic()
-        self._thread.run(self._update(params, version), lambda: self._stop_if_stuck(f"weights {version}"))
+        self._wait(f"weights {version}", self._stream.update(params, version))
+
+    def evaluate(self, how: Evaluate, *, seed: int, environment: Environment | None = None) -> dict[str, Any]:
+        """Runs episodes that are not trained on, with the engine's weights.
+
+        Neither tasks nor seeds of the training change by that. Episodes that run ahead go on meanwhile.
+
+        Args:
+          how: which tasks, how often, how tokens are drawn.
+          seed: of its episodes.
+          environment: whose tasks; None for those that are trained on.
+
+        Returns:
+          See `dta_jax.collect.evaluation.evaluate_episodes`.
+        """
+        return self._wait(
+            "evaluation",
+            evaluate_episodes(
+                environment or self._environment,
+                self._generator,
+                how,
+                self._settings,
+                seed=seed,
+                chat=self._chat,
+                progress=self._stream.note_progress,
+            ),
+        )
+
+    def state(self) -> Snapshot:
+        """What a resumed run needs, so that no accepted rollout is lost and none is trained on twice.
+
+        Take it between `publish` and the next `batch`. A batch that was handed out counts as trained on.
+        Episodes that run are started again by the resumed run, with the same tasks and seeds.
+        """
+        return self._wait("state", self._stream.snapshot())
+
+    def restore(self, state: Mapping[str, Any], accepted: Rollouts | None) -> None:
+        """Goes on from a snapshot. Call it before the first batch, and `publish` that step's weights.
+
+        Args:
+          state: of the snapshot.
+          accepted: of the snapshot; with None, those groups are made again.
+
+        Raises:
+          InputError: the state is of a run with other tasks, groups or seeds; or the rollouts are not its.
+        """
+        self._wait("restore", self._stream.restore(state, accepted))
 
     def close(self) -> None:
         """Cancels all episodes, closes the engine and ends the thread. May be called again."""
         if self._closed:
             return
         self._closed = True
-        deadline = time.monotonic() + _SHUTDOWN_SECONDS
-
-        def give_up() -> None:
-            if time.monotonic() > deadline:
-                raise TimeoutError
-
         try:
-            self._thread.run(self._shut_down(), give_up)
+            self._thread.run(self._stream.shut_down(), _deadline(_SHUTDOWN_SECONDS))
         except TimeoutError:
             _log.warning("episodes or engine did not end in %g s; they are abandoned", _SHUTDOWN_SECONDS)
         if not self._thread.close(_SHUTDOWN_SECONDS):
             _log.warning("the collector's event loop is blocked; its thread is abandoned")
 
-    # On the event loop.
+    def _wait(self, awaited: str, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs something on the event loop; gives up when nothing moves."""
+        self._stream.note_progress()
 
-    async def _take(self, step: int) -> tuple[list[Group], Tally]:
-        self._begin(step)
-        self._start_groups()
-        while True:
-            if self._fatal is not None:
-                raise self._fatal
-            self._drop_stale(step)
-            groups = self._admission.take(step)
-            if groups is not None:
-                tally, self._tally = self._tally, Tally()
-                return groups, tally
-            self._changed.clear()
-            await self._changed.wait()
-
-    def _begin(self, step: int) -> None:
-        if not self._began:
-            if step < 1:
-                raise InputError("Collector", "step", expected="at least 1", actual=step)
-            if step != self._admission.step + 1:
-                self._admission = self._fresh_admission(step=step - 1)
-            self._admission.version = self._newest_version = self._generator.version
-        if step != self._admission.step + 1:
-            raise InputError("Collector", "step", expected=self._admission.step + 1, actual=step)
-        if self._admission.version != step - 1:
-            raise InputError(
-                "Collector",
-                f"weights for step {step}",
-                expected=f"version {step - 1}",
-                actual=f"version {self._admission.version}",
-                hint="publish the weights of every step before the next batch",
-            )
-        self._began = True
-
-    def _start_groups(self) -> None:
-        while self._fatal is None and self._admission.capacity > 0:
-            place = self._admission.start()
-            task = asyncio.get_running_loop().create_task(self._run_group(place))
-            self._tasks[place] = task
-            task.add_done_callback(lambda task, place=place: self._ended(place, task))  # type: ignore[misc]
-
-    async def _run_group(self, place: Place) -> None:
-        task = self._order.task(place)
-        try:
-            async with asyncio.TaskGroup() as episodes:
-                running = [
-                    episodes.create_task(
-                        self._runner.run(task, trial, self._order.episode_seed(place, trial))
-                    )
-                    for trial in range(self._settings.group_size)
-                ]
-        except* EpisodeFailure as failures:
-            self._reject(place, failures.exceptions[0])
-        else:
-            self._finish(group_of_episodes(place, [episode.result() for episode in running]))
-
-    def _finish(self, group: Group) -> None:
-        self._rejected_in_row = 0
-        if self._settings.skip_equal and np.ptp(group.returns) == 0:
-            self._tally.resampled_groups += self._admission.set_equal(group)
-        else:
-            self._admission.accept(group)
-
-    def _reject(self, place: Place, failure: BaseException) -> None:
-        assert isinstance(failure, EpisodeFailure)
-        self._admission.reject(place)
-        self._tally.rejected[failure.reason] += 1
-        self._tally.rejected_groups += 1
-        self._rejected_in_row += 1
-        self._last_failure = str(failure)
-        _log.warning("task %d rejected: %s", self._order.task(place), failure)
-        if self._rejected_in_row >= self._settings.max_rejected:
-            self._fatal = CollectError(
-                f"{self._rejected_in_row} groups rejected in a row, none accepted; the last one: {failure}"
-            )
-
-    def _ended(self, place: Place, task: asyncio.Task[None]) -> None:
-        """A group's task is over, in whatever way."""
-        del self._tasks[place]
-        if task.cancelled():
-            return
-        error = task.exception()
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        if error is not None and self._fatal is None:
-            self._fatal = error
-        self._start_groups()
-        self._changed.set()
-
-    def _drop_stale(self, step: int) -> None:
-        if self._settings.on_stale == "keep":
-            return
-        for place in self._admission.stale(step):
-            if self._settings.on_stale == "fail":
-                oldest = self._admission.ready[place].oldest_version
+        def stop_if_stuck() -> None:
+            idle = time.monotonic() - self._stream.last_progress
+            if idle > self._settings.stuck_after:
                 raise CollectError(
-                    f"group {place.number} of step {place.step}: a token of version {oldest} is more than "
-                    f"max_staleness = {self._settings.max_staleness} behind version {step - 1}"
+                    f"{awaited}: no model call and no step of an environment was completed for {idle:.1f} s "
+                    f"(stuck_after = {self._settings.stuck_after:g}); {self._stream.describe()}"
                 )
-            self._admission.drop(place)
-            self._tally.stale_groups += 1
-        self._start_groups()
 
-    async def _update(self, params: Params, version: int) -> None:
-        if self._fatal is not None:
-            raise self._fatal
-        self._newest_version = version
-        await self._generator.update_weights(params, version)
-        if self._began:
-            self._admission.version = version
-            self._start_groups()
+        return self._thread.run(coroutine, stop_if_stuck)
 
-    async def _shut_down(self) -> None:
-        self._fatal = CollectError("the collector is closed")
-        self._changed.set()
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._generator.close()
 
-    # Anywhere.
+def _deadline(seconds: float) -> Callable[[], None]:
+    """Raises TimeoutError when it is called later than that."""
+    end = time.monotonic() + seconds
 
-    def _fresh_admission(self, *, step: int) -> Admission:
-        return Admission(
-            self._order.batch_groups,
-            max_staleness=self._settings.max_staleness,
-            max_resampled=self._settings.max_resampled,
-            step=step,
-        )
+    def check() -> None:
+        if time.monotonic() > end:
+            raise TimeoutError
 
-    def _note_progress(self) -> None:
-        self._last_progress = time.monotonic()
-
-    def _note_retry(self, failure: EpisodeFailure) -> None:
-        self._tally.retried[failure.reason] += 1
-        self._last_failure = str(failure)
-
-    def _stop_if_stuck(self, awaited: str) -> None:
-        idle = time.monotonic() - self._last_progress
-        if idle <= self._settings.stuck_after:
-            return
-        now, tally = self._admission, self._tally
-        raise CollectError(
-            f"{awaited}: no model call and no step of an environment was completed for {idle:.1f} s "
-            f"(stuck_after = {self._settings.stuck_after:g}); {len(now.ready)} of {now.batch_groups} groups "
-            f"accepted, {len(now.running)} running, room for {now.capacity} more; {tally.retried.total()} "
-            f"episodes retried, {tally.rejected.total()} rejected; last failure: {self._last_failure}"
-        )
+    return check

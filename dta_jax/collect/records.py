@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from dta_jax.collect.order import Place
+from dta_jax.errors import InputError
 from dta_jax.generation.protocol import Completion
 from dta_jax.rollouts import Rollouts
 
@@ -99,6 +100,30 @@ class Group:
     def returns(self) -> np.ndarray:
         """float64[episodes], the final reward plus all that single completions earned."""
         return episode_returns(self.rollouts)
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the rollouts, of which `rows` says how many belong to it."""
+        endings = [{**vars(ending), "info": dict(ending.info)} for ending in self.endings]
+        return {"place": list(self.place), "rows": self.rollouts.num_rollouts, "endings": endings}
+
+
+def groups_from_json(described: Sequence[Mapping[str, Any]], rollouts: Rollouts) -> list[Group]:
+    """Groups from what `Group.to_json` says of each, and their concatenated rollouts.
+
+    Raises:
+      InputError: the rollouts are not theirs.
+    """
+    rows = np.cumsum([0, *(group["rows"] for group in described)])
+    if rows[-1] != rollouts.num_rollouts:
+        raise InputError(rollouts.source, "rows", expected=int(rows[-1]), actual=rollouts.num_rollouts)
+    return [
+        Group(
+            Place(*group["place"]),
+            rollouts.take(range(start, end)),
+            tuple(Ending(**ending) for ending in group["endings"]),
+        )
+        for group, start, end in zip(described, rows, rows[1:], strict=False)
+    ]
 
 
 def group_of_episodes(place: Place, records: Sequence[EpisodeRecord]) -> Group:
