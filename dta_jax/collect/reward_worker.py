@@ -1,4 +1,4 @@
-"""The process in which a reward function runs: `python -m dta_jax.collect.reward_worker`, started by `rewards`.
+"""The process in which a reward function runs; `dta_jax.collect.rewards` starts it.
 
 Reads one JSON object per line from stdin, answers each with one on stdout. The first names the function:
 {"function": "module:name", "memory_bytes": n} -> {"ready": true}. Then {"arguments": [...]} -> {"reward": x},
@@ -28,11 +28,11 @@ def main() -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     first = json.loads(requests.readline())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (first["memory_bytes"], first["memory_bytes"]))
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        resource.setrlimit(resource.RLIMIT_AS, (first["memory_bytes"], first["memory_bytes"]))
 
     def reply(value: dict[str, Any]) -> None:
         replies.write(json.dumps(value) + "\n")

@@ -8,8 +8,8 @@ variables only what Python needs: no tokens and keys of the training run. It is 
 when it takes too long, and replaced after some calls, so that nothing that ran in it stays.
 
 Limits: this holds failures apart, it is no sandbox. Code that wants to can read files of the same user, use
-the network, leave its process group, or write a reward itself: run what you don't trust in a container. Linux and
-macOS only. Functions run on this machine only.
+the network, leave its process group, or write a reward itself: run what you don't trust in a container. The
+limit of memory holds on Linux; Windows is not supported. Functions run on this machine, not on a cluster.
 """
 
 from __future__ import annotations
@@ -130,33 +130,35 @@ class RewardFunction:
             call = asyncio.get_running_loop().run_in_executor(self._threads, worker.score, request)
             try:
                 reward = await asyncio.shield(call)
-            except BaseException:  # a cancelled call too: its thread ends with the worker
-                self._discard(worker)
+            except BaseException:  # cancelled, too: the thread that waits for the process ends with it
+                worker.kill()
+                self._alive.discard(worker)
                 raise
             if worker.calls < self._settings.calls_per_worker:
                 self._idle.append(worker)
             else:
-                self._discard(worker)
+                self._alive.discard(worker)
+                worker.kill()
+                worker.close_pipes()
             return reward
-
-    def _discard(self, worker: _Worker) -> None:
-        worker.kill()
-        self._alive.discard(worker)
 
 
 def _end(alive: set[_Worker], folder: str, threads: ThreadPoolExecutor) -> None:
     for worker in alive:
         worker.kill()
+        if not worker.busy:
+            worker.close_pipes()
     threads.shutdown(wait=False)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Worker:
-    """One process. Its methods block, and are called by one thread at a time; `kill` by any."""
+    """One process. `score` blocks; while it runs in a thread, others may only `kill`."""
 
     def __init__(self, named: str, settings: RewardProcesses, folder: str):
         self._named, self._settings = named, settings
         self.calls = 0
+        self.busy = False
         kept = {
             name: os.environ[name]
             for name in _KEPT_VARIABLES + settings.keep_environment
@@ -178,26 +180,37 @@ class _Worker:
         os.set_blocking(self._requests, False)
 
     def score(self, request: bytes) -> float:
-        """Sends one request, and reads the reward."""
-        if not self.calls:
-            self._begin()
-        self.calls += 1
-        reply = self._exchange(request, self._settings.timeout)
-        reward = reply.get("reward")
-        if not isinstance(reward, float) or not math.isfinite(reward):
-            raise RewardError(
-                f"{self._named}: {reply.get('error', f'returned {reward!r}, no finite number')}"
-            )
-        return reward
+        """Sends one request, and reads the reward; where there is none, the process is ended."""
+        self.busy = True
+        try:
+            if not self.calls:
+                self._begin()
+            self.calls += 1
+            return self._reward(self._exchange(request, self._settings.timeout))
+        except BaseException:
+            self.kill()
+            self.close_pipes()
+            raise
+        finally:
+            self.busy = False
 
     def kill(self) -> None:
         """Ends the process and its children."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+
+    def close_pipes(self) -> None:
+        """Closes this side of the pipes."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
+
+    def _reward(self, reply: dict[str, Any]) -> float:
+        reward = reply.get("reward")
+        if isinstance(reward, float) and math.isfinite(reward):
+            return reward
+        raise RewardError(f"{self._named}: {reply.get('error', f'returned {reward!r}, no finite number')}")
 
     def _begin(self) -> None:
         first = {"function": self._named, "memory_bytes": self._settings.memory_mb << 20}
