@@ -1,6 +1,9 @@
 """The quickstart's game: find the treasure on a grid, one move a turn, told by a compass where it lies.
 
-    rules ... | you 4 2 treasure north east move |NORTH| you 3 2 treasure north east move |EAST| you 3 3 ...
+    rules ... go
+    you 4 1 treasure north east EAST
+    you 4 2 treasure north NORTH
+    you 3 2 treasure north ...
 
 It speaks tokens, one per word, so a tiny model can learn it from random weights: no text, no tokenizer.
 The rules come first and are the same in every episode, so all rollouts share them; rollouts of one task
@@ -183,4 +186,4 @@ class Hunt:
             ("east", goal_column > column),
         )
         compass = " ".join(way for way, right in ways if right)
-        return encode(f"you {row + 1} {column + 1} treasure {compass} move")
+        return encode(f"you {row + 1} {column + 1} treasure {compass}")
