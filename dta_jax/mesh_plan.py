@@ -17,8 +17,9 @@ import jax
 import numpy as np
 
 from dta_jax.balance import AUTO, Assignment, balance, rank_trie
+from dta_jax.errors import InputError
 from dta_jax.model import DecoderModel, Params
-from dta_jax.planner import widths
+from dta_jax.planner import CostModel, widths
 from dta_jax.schedule import compile_schedule
 from dta_jax.segment import Rows, num_keys
 from dta_jax.tree_inputs import Entries, Op, entry_capacity, host_inputs
@@ -78,6 +79,7 @@ def plan_ranks(
     chunk_size: int,
     strategy: str = "packed",
     stack_slots: int = 0,
+    cost: CostModel | None = None,
     method: str = AUTO,
 ) -> MeshPlan:
     """Balances the sequences over K ranks, and plans every rank.
@@ -89,6 +91,7 @@ def plan_ranks(
       num_ranks: K.
       chunk_size, strategy: as in `compile_schedule`.
       stack_slots: S, to keep a compiled shape; 0 takes what the longest of the ranks needs.
+      cost: what the planner weighs; `CostModel()` if None.
       method: the balancer's.
 
     Raises:
@@ -104,6 +107,7 @@ def plan_ranks(
 
     def compiled(slots: int) -> list[Schedule]:
         options: dict[str, Any] = {"chunk_size": chunk_size, "strategy": strategy, "stack_slots": slots}
+        options["cost"] = cost
         return [compile_schedule(part, rows, **options) for part, rows in parts]
 
     schedules = compiled(stack_slots)
@@ -122,6 +126,12 @@ class Operations(NamedTuple):
     branch: Any
     op: Op
     count: Any
+
+
+def table_length(plan: MeshPlan) -> int:
+    """O: the power of two, at least `FEWEST_OPERATIONS`, that holds every rank's operations."""
+    longest = max(schedule.num_ops for schedule in plan.schedules)
+    return max(FEWEST_OPERATIONS, 1 << max(longest - 1, 0).bit_length())
 
 
 def branches(chunk_size: int) -> tuple[tuple[int, int], ...]:
@@ -145,10 +155,10 @@ def stack_operations(
       plan: of the batch.
       values: float[E] by name, in the caller's order.
       capacity: E', the same on all ranks; 0 takes what the rank with most entries needs.
-      max_operations: O, to keep a compiled shape; 0 takes the power of two that holds the longest table.
+      max_operations: O, to keep a compiled shape; 0 takes `table_length`.
 
     Raises:
-      InputError: see `host_inputs`.
+      InputError: see `host_inputs`; a table that has more operations than O.
     """
     capacity = capacity or entry_capacity(max(map(len, plan.entries)))
     ranks = [
@@ -158,7 +168,9 @@ def stack_operations(
     index = {branch: i for i, branch in enumerate(branches(plan.chunk_size))}
     tables = [[(index[kind, len(op.rows.token)], op) for kind, op in ops] for _, ops in ranks]
     count = np.array([len(table) for table in tables], np.int32)
-    longest = max_operations or max(FEWEST_OPERATIONS, 1 << (int(count.max()) - 1).bit_length())
+    longest = max_operations or table_length(plan)
+    if longest < count.max():
+        raise InputError("plan", "max_operations", expected=f"at least {count.max()}", actual=longest)
     keys = num_keys(plan.stack_slots, plan.chunk_size)
     ops = _empty_operations((len(tables), longest), plan.chunk_size, keys)
     branch = np.zeros((len(tables), longest), np.int32)

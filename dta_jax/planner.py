@@ -11,6 +11,7 @@ much as the tree has branches. `schedule` turns a plan into a table.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -45,6 +46,9 @@ class CostModel:
         for name, value in vars(self).items():
             if not 0 <= value < np.inf:
                 raise InputError("CostModel", name, expected="finite, at least 0", actual=value)
+
+
+DEFAULT_COST: Final = CostModel()
 
 
 @dataclass(frozen=True)
