@@ -59,4 +59,5 @@ class TaskOrder:
 
 def derived_seed(*numbers: int) -> int:
     """A seed, 0 ... 2^31 - 1, made from numbers that are at least 0."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 1)
+    counted = [len(numbers), *numbers]  # zeros at the end would not count otherwise
+    return int(np.random.SeedSequence(counted).generate_state(1)[0] >> 1)
