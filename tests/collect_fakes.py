@@ -73,13 +73,17 @@ class FakeGenerator:
         self.weights.append(params)
         self.version = version
 
+    async def moment(self) -> None:
+        """Lets others go on."""
+        await asyncio.sleep(0.002)
+
     async def close(self) -> None:
         self.closed = True
 
 
 @dataclasses.dataclass
 class FakeEnvironment:
-    """Episodes of some turns: shows a few tokens, and rewards by what the last answer was.
+    """Episodes of some turns: shows its seed and a few tokens, and rewards by what was answered.
 
     Attributes:
       reward: of (task, seed, sum of all answered tokens).
@@ -109,7 +113,7 @@ class FakeEpisode:
         self.answers: list[Answer] = []
 
     async def start(self) -> Step:
-        return Step(Observation(np.array([1, self.task + 2], np.int32)))
+        return Step(Observation(np.array([self.seed, self.task + 2], np.int32)))
 
     async def step(self, answer: Answer) -> Step:
         await asyncio.sleep(self.environment.seconds(derived_seed(self.seed, len(self.answers))))

@@ -104,7 +104,7 @@ class GroupStream:
             await self._changed.wait()
 
     async def update(self, params: Params, version: int) -> None:
-        """New weights for the engine; more groups may start then."""
+        """New weights for the engine. More groups start then; synchronous ones wait for `take`."""
         if self._fatal is not None:
             raise self._fatal
         if self._began and version <= self._admission.version:
@@ -114,7 +114,8 @@ class GroupStream:
         await self._generator.update_weights(params, version)
         if self._began:
             self._admission.version = version
-            self._start_groups()
+            if self._settings.max_staleness > 0:
+                self._start_groups()
 
     async def snapshot(self) -> Snapshot:
         """What a resumed run needs."""
@@ -216,7 +217,7 @@ class GroupStream:
         self._rejected_in_row += 1
         self._last_failure = str(failure)
         _log.warning("task %d rejected: %s", self._order.task(place), failure)
-        if self._rejected_in_row >= self._settings.max_rejected:
+        if self._rejected_in_row >= self._settings.max_rejected and self._fatal is None:
             self._fatal = CollectError(
                 f"{self._rejected_in_row} groups rejected in a row, none accepted; the last one: {failure}"
             )
