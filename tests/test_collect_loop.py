@@ -394,7 +394,7 @@ def test_no_more_episodes_run_than_allowed():
 
 
 def test_evaluation_measures_and_leaves_the_training_alone():
-    how = Evaluate(tasks=4, trials=3, sampling=Sampling(max_new_tokens=2), success=1)
+    how = Evaluate(tasks=4, trials=3, sampling=Sampling(max_new_tokens=2), success=1.25)
     plain = run(2)
     with collector() as c:
         first = c.batch(1)
@@ -405,8 +405,12 @@ def test_evaluation_measures_and_leaves_the_training_alone():
     assert [b.rollouts.digest() for b in (first, second)] == [b.rollouts.digest() for b in plain]
     assert (row["episodes"], row["episodes_rejected"], row["completion_tokens"]) == (12, 0, 12 * 2 * 2)
     assert [t["task"] for t in row["per_task"]] == [0, 1, 2, 3]
-    assert all(t["trials"] == 3 and t["reward_mean"] == t["successes"] / 3 for t in row["per_task"])
-    assert row["pass@1"] == row["pass^1"] == row["reward_mean"]
+    for task in row["per_task"]:
+        assert task["trials"] == 3
+        assert task["reward_mean"] == pytest.approx(task["successes"] / 3 + 0.25)
+    assert 0 < row["pass@1"] < 1
+    assert row["pass@1"] == pytest.approx(row["pass^1"])
+    assert row["pass@1"] == pytest.approx(row["reward_mean"] - 0.25)
     assert row["pass@3"] == np.mean([t["successes"] > 0 for t in row["per_task"]])
     assert row["pass^3"] == np.mean([t["successes"] == 3 for t in row["per_task"]])
     json.dumps(row, allow_nan=False)
@@ -427,6 +431,13 @@ def test_evaluation_counts_what_failed_and_lets_it_into_no_mean():
             "episodes": 0, "episodes_rejected": 1, "rejected_environment": 1,
             "per_task": [{"task": 0, "trials": 0, "successes": 0, "reward_mean": None}],
         }  # fmt: skip
+
+
+def test_rewards_that_add_up_to_a_little_less_still_succeed():
+    for missing, expected in ((1e-9, 1.0), (1e-3, 0.0)):
+        reward = 0.75 - missing
+        with collector(FakeEnvironment(reward=lambda *_, reward=reward: reward)) as c:
+            assert c.evaluate(Evaluate(), seed=0)["pass@1"] == expected
 
 
 def test_pass_rates_by_hand():

@@ -129,8 +129,8 @@ def test_metrics_count_episodes_and_not_rows():
     )
     row = episode_metrics(made, [Ending("done", False, {"won": 1}), Ending("max_turns", True, {})])
     assert row == {
-        "reward_mean": 0.5, "reward_min": 0, "reward_max": 1, "return_mean": 0.75, "turns_mean": 1.5,
-        "turns_max": 2, "completion_tokens": 4, "unfinished_max_turns": 1, "info_won": 1,
+        "reward_mean": 0.75, "reward_min": 0, "reward_max": 1.5, "turns_mean": 1.5, "turns_max": 2,
+        "completion_tokens": 4, "unfinished_max_turns": 1, "info_won": 1,
     }  # fmt: skip
     assert staleness_metrics(made, step=4) == {
         "staleness_mean": 2.5, "staleness_max": 3, "staleness_1": 1, "staleness_3": 3,

@@ -31,6 +31,7 @@ from dta_jax.envs.protocol import Environment
 from dta_jax.errors import InputError
 from dta_jax.generation.protocol import Generator, Sampling
 
+_ROUNDING: Final = 1e-6  # rewards of single completions may add up to a little less than they should
 _EVALUATION: Final = 1_000_003  # keeps its seeds apart from those of training
 
 
@@ -42,7 +43,7 @@ class Evaluate:
       tasks: the first so many tasks; None for all.
       trials: tries per task.
       sampling: how tokens are drawn.
-      success: an episode with at least this final reward succeeded.
+      success: an episode that earned at least this, final reward and all, succeeded.
     """
 
     tasks: int | None = None
@@ -140,10 +141,10 @@ def pass_rates(counts: Sequence[tuple[int, int]]) -> dict[str, float]:
 
 
 def _of_task(task: int, records: Sequence[EpisodeRecord], success: float) -> dict[str, Any]:
-    rewards = [record.reward for record in records if record.task == task]
+    rewards = [record.earned for record in records if record.task == task]
     return {
         "task": task,
         "trials": len(rewards),
-        "successes": sum(reward >= success for reward in rewards),
+        "successes": sum(reward >= success - _ROUNDING for reward in rewards),
         "reward_mean": float(np.mean(rewards)) if rewards else None,
     }

@@ -75,6 +75,11 @@ class EpisodeRecord:
     reward: float
     ending: Ending
 
+    @property
+    def earned(self) -> float:
+        """The final reward plus all that single completions earned."""
+        return self.reward + sum(call.reward for call in self.calls)
+
 
 @dataclass(frozen=True, eq=False)
 class Group:

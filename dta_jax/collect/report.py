@@ -61,19 +61,19 @@ def batch_metrics(
 def episode_metrics(rollouts: Rollouts, endings: Sequence[Ending]) -> dict[str, float]:
     """Rewards, turns, lengths and the environment's own numbers, over episodes.
 
+    An episode's reward is the final one plus all that its completions earned.
+
     Args:
       rollouts: rows with all optional arrays of at least one episode.
       endings: one per episode.
     """
-    _, first, of_row = np.unique(rollouts.require("episode"), return_index=True, return_inverse=True)
-    rewards = rollouts.require("reward")[first].astype(np.float64)
-    spans = rollouts.completion_spans
-    turns = np.bincount(of_row[spans[:, 0]], minlength=len(first))
+    rewards, spans = episode_returns(rollouts), rollouts.completion_spans
+    _, episode = np.unique(rollouts.require("episode"), return_inverse=True)
+    turns = np.bincount(episode[spans[:, 0]], minlength=len(rewards))
     row = {
         "reward_mean": float(rewards.mean()),
         "reward_min": float(rewards.min()),
         "reward_max": float(rewards.max()),
-        "return_mean": float(episode_returns(rollouts).mean()),
         "turns_mean": float(turns.mean()),
         "turns_max": int(turns.max()),
         "completion_tokens": int((spans[:, 2] - spans[:, 1]).sum()),
