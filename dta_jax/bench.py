@@ -262,7 +262,7 @@ def make_workload(args: argparse.Namespace) -> Workload:
     else:
         rollouts = load_rollouts(args.rollouts)
     if args.tasks is not None:
-        rollouts = rollouts.select(_task_range(args.tasks))
+        rollouts = rollouts.select(task_range(args.tasks))
     if args.vocab_mod is not None:
         rollouts = rollouts.modulo(args.vocab_mod)
     samples, vocab_size = samples_from_rollouts(rollouts), workload.rollouts_vocab(rollouts)
@@ -279,7 +279,7 @@ def make_workload(args: argparse.Namespace) -> Workload:
     return Workload(model, params, samples, build_trie(samples.sequences))
 
 
-def _task_range(text: str) -> list[int]:
+def task_range(text: str) -> list[int]:
     """ "0-3" or "0,2,5" as a list."""
     try:
         if "-" in text:
