@@ -95,6 +95,19 @@ def test_the_oldest_groups_are_trained_on_first():
     assert [g.place for g in a.take(2)] == [Place(1, 0), Place(2, 1)]
 
 
+def test_a_batch_can_wait_for_all_that_was_meant_for_it():
+    a = admission(staleness=1)
+    places = start_all(a)
+    for place in places[1:]:
+        a.accept(group(place))
+    assert a.take(1, wait=True) is None
+    a.reject(places[0])
+    assert a.take(1, wait=True) is None
+    assert start_all(a) == [Place(1, 2)]
+    a.accept(group(Place(1, 2)))
+    assert [g.place for g in a.take(1, wait=True)] == [Place(1, 1), Place(1, 2)]
+
+
 def test_a_rejected_group_is_replaced_in_its_own_step():
     a = admission(staleness=1)
     start_all(a)
@@ -160,20 +173,22 @@ def test_a_synchronous_batch_does_not_depend_on_who_finishes_first(fates, resamp
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(1, 3), st.integers(0, 2), st.integers(0, 2), st.integers(0, 2**32))
-def test_whatever_happens_no_group_is_lost_or_doubled(batch, staleness, resampled, seed):
+@given(st.integers(1, 3), st.integers(0, 2), st.integers(0, 2), st.booleans(), st.integers(0, 2**32))
+def test_whatever_happens_no_group_is_lost_or_doubled(batch, staleness, resampled, wait, seed):
     """A run of random events, broken off and taken up again: every step gets its groups, none comes twice."""
     rng = np.random.default_rng(seed)
     a = admission(batch, staleness, resampled)
+    first_version: dict[Place, int] = {}
     trained: list[Place] = []
     for step in range(1, 5):
         while True:
-            start_all(a)
+            first_version |= dict.fromkeys(start_all(a), step - 1)
             assert len(a.running) + len(a.ready) + (step - 1) * batch <= (staleness + step) * batch
+            assert not (wait and a.stale(step))
             for place in a.stale(step):
                 a.drop(place)
-            start_all(a)
-            taken = a.take(step)
+            first_version |= dict.fromkeys(start_all(a), step - 1)
+            taken = a.take(step, wait=wait)
             if taken is not None:
                 break
             place = sorted(a.running)[rng.integers(len(a.running))]
@@ -181,11 +196,12 @@ def test_whatever_happens_no_group_is_lost_or_doubled(batch, staleness, resample
             if event == "reject":
                 a.reject(place)
             elif event == "equal":
-                a.set_equal(group(place, step - 1))
+                a.set_equal(group(place, first_version[place]))
             else:
-                a.accept(group(place, int(rng.integers(max(0, step - 2), step))))
+                a.accept(group(place, first_version[place]))
         assert len(taken) == batch
         assert all(g.oldest_version >= step - 1 - staleness for g in taken)
+        assert not wait or all(g.place.step == step for g in taken)
         trained += [g.place for g in taken]
         a.version = step
         if rng.random() < 0.5:

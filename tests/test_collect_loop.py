@@ -220,6 +220,14 @@ def test_what_is_too_old_when_it_is_used_is_dropped_kept_or_fails(turns):
         late("fail")
 
 
+def test_a_batch_that_waits_has_what_was_meant_for_it_and_nothing_stale():
+    generator = FakeGenerator(log_normal(0.003, sigma=1.5))
+    batches = run(6, generator=generator, max_staleness=2, on_stale="wait")
+    assert [seeds(batch) for batch in batches] == [planned_seeds(range(s, s + 1)) for s in range(1, 7)]
+    assert max(batch.metrics["staleness_max"] for batch in batches) <= 2
+    assert sum(batch.metrics["groups_stale_dropped"] for batch in batches) == 0
+
+
 @pytest.mark.parametrize("with_rollouts", [True, False])
 def test_a_snapshot_loses_no_accepted_rollout_and_trains_none_twice(with_rollouts):
     trained, generator = [], FakeGenerator(log_normal(0.003))

@@ -10,7 +10,9 @@ step v + 1 start when version v is there. (AReaL counts episodes; groups are wha
 as a whole here.)
 
 The bound at admission is on what was *started*: a group that takes long may still be too old when its batch
-is made. So staleness is looked at again, token by token, at consumption: `stale` names the groups to drop.
+is made. So staleness is looked at again, token by token, at consumption: `stale` names the groups to drop. A
+batch that waits for all groups that were meant for its step never has one: step s starts its groups no
+earlier than with version s - 1 - n, and uses them with version s - 1.
 
 A group that is lost (rejected, stale, or resampled since its rewards are all equal) gives its slot back, and
 a replacement of the same step takes it. `max_resampled` bounds how many equal groups a step replaces. After
@@ -117,9 +119,14 @@ class Admission:
         del self.ready[place]
         self._replace(place)
 
-    def take(self, step: int) -> list[Group] | None:
-        """The batch of a step: the accepted groups that come first in order; None while there are too few."""
-        if len(self.ready) < self.batch_groups:
+    def take(self, step: int, *, wait: bool = False) -> list[Group] | None:
+        """The batch of a step: the accepted groups that come first in order; None while there are too few.
+
+        Args:
+          step: the step.
+          wait: also for groups that are still to come, if they were meant for this step or an earlier one.
+        """
+        if len(self.ready) < self.batch_groups or (wait and self._unsettled(step)):
             return None
         chosen = [self.ready.pop(place) for place in sorted(self.ready)[: self.batch_groups]]
         self.step = step
@@ -161,6 +168,11 @@ class Admission:
         number = self.batch_groups + self._replacements[lost.step]
         self._replacements[lost.step] += 1
         self._waiting.append(Place(lost.step, number))
+
+    def _unsettled(self, step: int) -> bool:
+        """Whether groups that were meant for a step or an earlier one are still to come."""
+        to_come = (*self.running, *self._waiting, *self._keeping_slot)
+        return self._next.step <= step or any(place.step <= step for place in to_come)
 
     def _fill_with_equal(self, step: int) -> None:
         """When a step has nothing left to wait for, its first equal groups fill the slots that they kept."""

@@ -9,8 +9,8 @@ from typing import Final, Literal, TypeAlias
 from dta_jax.errors import InputError
 from dta_jax.generation.protocol import Sampling
 
-OnStale: TypeAlias = Literal["drop", "keep", "fail"]
-ON_STALE: Final = ("drop", "keep", "fail")
+OnStale: TypeAlias = Literal["drop", "wait", "keep", "fail"]
+ON_STALE: Final = ("drop", "wait", "keep", "fail")
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,10 @@ class Collect:
       group_size: episodes per task; they are trained on together or not at all.
       max_staleness: how many versions older than the trainer's weights a token may be. 0 is the synchronous
         mode: the episodes of a step start when its weights are there, and the batch is deterministic.
-      on_stale: what is done with a group that has a token beyond `max_staleness` when its batch is made: it
-        is dropped (and replaced), kept (the loss has to correct for it), or the run fails.
+      on_stale: what is done about groups that have a token beyond `max_staleness` when they are used.
+        "drop": they are dropped and replaced; long episodes are trained on less than short ones by that.
+        "wait": it does not come to that, since every batch waits for the groups that were meant for it.
+        "keep": they are used; the loss has to correct for it. "fail": the run ends.
       sampling: how tokens are drawn.
       max_turns: the most model calls of one episode.
       max_context: the most tokens of a prompt and its completion; None if only the engine limits them. Set it

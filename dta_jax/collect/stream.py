@@ -96,7 +96,7 @@ class GroupStream:
             if self._fatal is not None:
                 raise self._fatal
             self._drop_stale(step)
-            groups = self._admission.take(step)
+            groups = self._admission.take(step, wait=self._settings.on_stale == "wait")
             if groups is not None:
                 tally, self._tally = self._tally, Tally()
                 return groups, tally
@@ -265,7 +265,7 @@ class GroupStream:
         }
 
     def _oldest_useful_version(self) -> int:
-        if self._settings.on_stale != "drop":
+        if self._settings.on_stale in ("keep", "fail"):
             return 0
         return self._admission.version - self._settings.max_staleness
 
