@@ -1,6 +1,8 @@
 """Environments: what they ask, what they pay, and that the quickstart's game is the right size."""
 
 import asyncio
+import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -9,7 +11,11 @@ from hypothesis import strategies as st
 
 from dta_jax.envs.bandit import Bandit
 from dta_jax.envs.game import MOVES, RULES, VOCABULARY, TreasureHunt, encode, oracle, render
+from dta_jax.envs.packages import require
 from dta_jax.envs.protocol import Answer, Environment, Episode
+from dta_jax.envs.reasoning import ReasoningGym, extract_answer
+from dta_jax.envs.reasoning import _questions as questions
+from dta_jax.envs.tool_calls import parse_answer, render_call
 from dta_jax.errors import InputError
 
 
@@ -159,3 +165,204 @@ def test_bad_settings(make, text):
     with pytest.raises(InputError) as error:
         make()
     assert str(error.value) == text
+
+
+# --- the package reasoning-gym
+
+
+class Sums:
+    """Stands for the package: its datasets make and score questions in the same way."""
+
+    def __init__(self, size, seed, terms=2):
+        if terms < 2:
+            raise ValueError("terms must be at least 2")
+        self.terms = [np.random.default_rng([seed, i]).integers(9, size=terms).tolist() for i in range(size)]
+
+    def __getitem__(self, task):
+        return {"question": "+".join(map(str, self.terms[task])), "answer": str(sum(self.terms[task]))}
+
+    def score_answer(self, answer, entry):
+        if answer == "boom":
+            raise ZeroDivisionError("a verifier's fault")
+        return 1.0 if answer == entry["answer"] else 0.5 if answer.startswith(entry["answer"]) else 0.0
+
+
+@pytest.fixture
+def gym(monkeypatch):
+    """`reasoning_gym` with one dataset, "sums", whether the package is installed or not."""
+    package, factory = ModuleType("reasoning_gym"), ModuleType("reasoning_gym.factory")
+    package.create_dataset = lambda name, **options: Sums(**options)
+    factory.DATASETS = {"sums": None}
+    monkeypatch.setitem(sys.modules, "reasoning_gym", package)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
+    questions.cache_clear()
+    yield
+    questions.cache_clear()
+
+
+def ask(environment, task, text, *, truncated=False):
+    """(messages, the last step) of a single-turn episode."""
+
+    async def episode():
+        running = environment.episode(task, seed=0)
+        first = await running.start()
+        last = await running.step(Answer(np.zeros(1, np.int32), text, truncated))
+        await running.close()
+        return list(first.observation.messages), last
+
+    return asyncio.run(episode())
+
+
+@pytest.mark.usefixtures("gym")
+def test_questions_are_scored_by_their_verifier():
+    environment = ReasoningGym("sums", size=4, seed=3, options='{"terms": 3}')
+    assert isinstance(environment, Environment)
+    assert environment.num_tasks == 4
+    entry = Sums(4, 3, 3)[2]
+    messages, step = ask(environment, 2, f"<think>hm</think>so <answer> {entry['answer']} </answer>")
+    assert [message["role"] for message in messages] == ["system", "user"]
+    assert "<answer>" in messages[0]["content"]
+    assert messages[1]["content"] == entry["question"]
+    assert (step.final_reward, step.reward, step.observation) == (1.0, 0.0, None)
+    assert step.info == {"correct": 1.0, "answered": 1.0}
+    assert ask(environment, 2, f"<answer>{entry['answer']}!</answer>")[1].final_reward == 0.5
+    silent = ask(environment, 2, "<think><answer>" + entry["answer"], truncated=True)[1]
+    assert (silent.final_reward, silent.stop_reason, silent.info["answered"]) == (0.0, "length", 0.0)
+
+
+@pytest.mark.usefixtures("gym")
+def test_the_last_line_can_be_the_answer():
+    environment = ReasoningGym("sums", extraction="last_line", system_prompt=None)
+    messages, step = ask(environment, 0, f"I think\n{Sums(1, 0)[0]['answer']} \n\n")
+    assert [message["role"] for message in messages] == ["user"]
+    assert step.final_reward == 1
+    spoken = ReasoningGym("sums", extraction="last_line", system_prompt="Be brief.")
+    assert ask(spoken, 0, "")[0][0] == {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.usefixtures("gym")
+def test_a_verifiers_exception_is_not_a_score():
+    with pytest.raises(ZeroDivisionError, match="a verifier's fault"):
+        ask(ReasoningGym("sums"), 0, "<answer>boom</answer>")
+
+
+@pytest.mark.usefixtures("gym")
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (dict(dataset="sumz"), "dataset: expected one of its 1 datasets; got 'sumz'; did you mean sums"),
+        (dict(options="{"), "options: expected a JSON object; got"),
+        (dict(options="[]"), "options: expected a JSON object without size and seed; got []"),
+        (dict(options='{"seed": 1}'), "options: expected a JSON object without size and seed; got"),
+        (dict(options='{"terms": 1}'), "options: expected options that sums takes; got terms must be"),
+        (
+            dict(options='{"digits": 1}'),
+            "options: expected options that sums takes; got Sums.__init__() got an",
+        ),
+        (dict(size=0), "size: expected at least 1; got 0"),
+        (dict(extraction="first_line"), "extraction: expected tags or last_line; got 'first_line'"),
+    ],
+)
+def test_bad_questions(settings, text):
+    with pytest.raises(InputError) as error:
+        ReasoningGym(**{"dataset": "sums"} | settings)
+    assert str(error.value).startswith(f"ReasoningGym: {text}")
+
+
+def test_a_missing_package_is_named():
+    with pytest.raises(InputError) as error:
+        require("no_such_package_here.module", package="no-such-package", wanted_by="Some")
+    assert str(error.value).endswith("no module named no_such_package_here; pip install no-such-package")
+
+
+def test_a_missing_dependency_of_a_package_is_not_blamed_on_the_package(monkeypatch, tmp_path):
+    (tmp_path / "half_installed.py").write_text("import no_such_dependency_here\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency_here"):
+        require("half_installed", package="half-installed", wanted_by="Some")
+
+
+@pytest.mark.parametrize(
+    ("text", "extraction", "answer"),
+    [
+        ("<answer>1</answer> no, <answer>\n2 </answer> or so", "tags", "2"),
+        ("<answer>1</answer></think>none", "tags", None),
+        ("<answer>1", "tags", None),
+        ("1</answer>", "tags", None),
+        ("<answer></answer>", "tags", ""),
+        ("a\n b\n", "last_line", "b"),
+        ("a</think>\n\n", "last_line", None),
+    ],
+)
+def test_extraction(text, extraction, answer):
+    assert extract_answer(text, extraction) == answer
+
+
+# --- tool calls
+
+
+def test_calls_in_a_text():
+    text = f"""<think>
+<tool_call>{{"name": "not_this"}}</tool_call>
+</think>
+I look.
+{render_call("get", {"id": "ü", "n": [1, None]})}{render_call("put", {})}
+Then more."""
+    said, (get, put) = parse_answer(text)
+    assert said.split() == ["I", "look.", "Then", "more."]
+    assert (get.name, get.arguments, get.error) == ("get", {"id": "ü", "n": [1, None]}, "")
+    assert (put.name, put.arguments, put.error) == ("put", {}, "")
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ('{"name": "f", "arguments": {}', "not valid JSON"),
+        ("", "not valid JSON"),
+        ('{"name": "f", "arguments": {"x": NaN}}', "not valid JSON"),
+        ('{"name": "f", "arguments": {"x": 1e999}}', "not valid JSON"),
+        ('{"name": "f", "arguments": {"x": "\\ud800"}}', "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}", "not valid JSON"),
+        ('["f"]', '"name"'),
+        ('{"name": 3}', '"name"'),
+        ('{"name": ""}', '"name"'),
+        ('{"name": "f", "arguments": [1]}', '"arguments"'),
+        ('{"name": "f", "arguments": "{"}', '"arguments"'),
+        ('{"name": "f", "arguments": null}', '"arguments"'),
+    ],
+)
+def test_calls_that_can_not_be_read_say_why(body, error):
+    said, (good, bad, other) = parse_answer(
+        f"a{render_call('g', {})}<tool_call>{body}</tool_call>{render_call('h', {})}b"
+    )
+    assert said == "ab"
+    assert [good.name, other.name] == ["g", "h"]
+    assert error in bad.error
+
+
+def test_calls_may_be_left_open_and_have_arguments_as_a_string():
+    said, calls = parse_answer(
+        '<tool_call>{"name": "f"}<tool_call>{"name": "g", "arguments": "{\\"x\\": 1}"}'
+    )
+    assert said == ""
+    assert [(call.name, call.arguments, call.error) for call in calls] == [("f", {}, ""), ("g", {"x": 1}, "")]
+    assert parse_answer("<think>never ends <tool_call>{}") == ("", ())
+
+
+PIECES = ("<tool_call>", "</tool_call>", "<think>", "</think>", "{", "}", '"name"', ":", '"f"', " x")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(PIECES)).map("".join))
+def test_any_text_can_be_parsed(text):
+    said, calls = parse_answer(text)
+    assert "<tool_call>" not in said
+    assert all(call.error or call.name for call in calls)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.dictionaries(st.text(max_size=4), st.integers(-9, 9) | st.text(max_size=5) | st.booleans()))
+def test_calls_survive_their_text(arguments):
+    _, (call,) = parse_answer(render_call("f", arguments))
+    assert (call.name, call.arguments, call.error) == ("f", arguments, "")
