@@ -87,6 +87,7 @@ class FakeServer:
         self._aborts = 0
         self._port = 0
         self._writers: set[asyncio.StreamWriter] = set()
+        self._handlers: set[asyncio.Task] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -97,7 +98,7 @@ class FakeServer:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        self._in_loop(self._cancel_all())
+        self._in_loop(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -131,15 +132,19 @@ class FakeServer:
     def _in_loop(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
 
-    async def _cancel_all(self) -> None:
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def _end(self) -> None:
+        """Returns when nothing is left: a connection that is just being accepted must be closed too."""
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for handler in self._handlers:
+                handler.cancel()
+            await asyncio.wait(others, timeout=0.05)
+        await asyncio.sleep(0.01)  # closed transports report it
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One call per connection."""
         self._writers.add(writer)
+        handler = asyncio.current_task()
+        self._handlers.add(handler)
         if not self._alive:
             writer.transport.abort()
         try:
@@ -165,6 +170,7 @@ class FakeServer:
             pass
         finally:
             self._writers.discard(writer)
+            self._handlers.discard(handler)
             writer.close()
 
     async def _answer(self, method: str, path: str, body: dict, writer: asyncio.StreamWriter) -> None:

@@ -5,8 +5,8 @@ returns text. The interface speaks text, and the engine protocol ids. Ids are fo
 
     token_ids in the answer            as vLLM and SGLang give them
     tokens named "token_id:N"          in the log-probabilities
-    tokens as text                     in the log-probabilities: the one id that has this text. A token that is
-                                       but a part of a character, or shares its text, has no such id.
+    tokens as text                     in the log-probabilities: the one id that has this text. A part of a
+                                       character, or a text that several ids have, stands for none.
 
 What is found so counts as sampled only if the prompt's text also has the prompt's ids, and if a completion
 that stopped ends with its stop token. Otherwise the answer is encoded anew, by `tokenizer`: these may be
