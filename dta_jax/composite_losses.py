@@ -28,6 +28,7 @@ from dta_jax.losses import (
     KLPenalty,
     PolicyLoss,
     TokenLoss,
+    ValueClip,
     anchor_fields,
     anchor_logp,
     check,
@@ -150,10 +151,29 @@ class OffPolicy:
 
 
 @dataclass(frozen=True)
+class AtProximal:
+    """A token loss at a batch's first update, where prox_logp is the policy's own log-probability, detached:
+    nobody has to recompute it.
+
+    Attributes:
+      loss: reads prox_logp.
+    """
+
+    loss: TokenLoss
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return tuple(name for name in self.loss.required if name != "prox_logp")
+
+    def __call__(self, logp: jax.Array, entropy: jax.Array, entry: Entry) -> jax.Array:
+        return self.loss(logp, entropy, {**entry, "prox_logp": jax.lax.stop_gradient(logp)})
+
+
+@dataclass(frozen=True)
 class Sum:
     """The sum of token losses, such as a policy loss, a KL penalty and an entropy bonus."""
 
-    terms: tuple[PolicyLoss | OffPolicy | KLPenalty | EntropyBonus | NLL, ...]
+    terms: tuple[PolicyLoss | OffPolicy | KLPenalty | EntropyBonus | NLL | ValueClip, ...]
 
     def __post_init__(self) -> None:
         good = isinstance(self.terms, tuple) and bool(self.terms)

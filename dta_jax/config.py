@@ -28,20 +28,28 @@ from typing import Any, Final, Literal
 import gin
 from gin import config_parser
 
+from dta_jax.collect.evaluation import Evaluate
+from dta_jax.collect.settings import Collect
 from dta_jax.composite_losses import BehaviourWeight, OffPolicy, Sum
+from dta_jax.envs.bandit import Bandit
+from dta_jax.envs.game import TreasureHunt
 from dta_jax.errors import InputError
-from dta_jax.losses import CISPO, NLL, SAPO, EntropyBonus, KLPenalty, PolicyGradient, PPOClip
+from dta_jax.generation.local import LocalSampler
+from dta_jax.generation.protocol import Sampling
+from dta_jax.losses import CISPO, NLL, SAPO, EntropyBonus, KLPenalty, PolicyGradient, PPOClip, ValueClip
+from dta_jax.objective import GAE, Aggregate, GroupNormalized, PreferencePairs, Returns, Rewards
 from dta_jax.qwen3 import Qwen3Config
 from dta_jax.rope import RopeScaling
-from dta_jax.sequence_losses import SequenceRatio, SequenceSum
+from dta_jax.sequence_losses import DPO, SequenceRatio, SequenceSum
 from dta_jax.settings import (
     AdamW,
-    Aggregate,
     Checkpoints,
-    GroupNormalized,
+    Critic,
     HuggingFaceModel,
+    LiveRollouts,
     Planner,
     RecordedRollouts,
+    SequenceCorrection,
     Train,
 )
 from dta_jax.sharding import MeshShape
@@ -50,10 +58,12 @@ from dta_jax.synthetic import SyntheticRollouts
 BUILDERS: Final[Mapping[str, type]] = {
     cls.__name__: cls
     for cls in (
-        Train, SyntheticRollouts, RecordedRollouts, Qwen3Config, RopeScaling, HuggingFaceModel,
+        Train, SyntheticRollouts, RecordedRollouts, LiveRollouts, Qwen3Config, RopeScaling, HuggingFaceModel,
         NLL, PolicyGradient, PPOClip, CISPO, SAPO, KLPenalty, EntropyBonus, Sum, OffPolicy, BehaviourWeight,
-        SequenceRatio, SequenceSum,
-        GroupNormalized, Aggregate, Planner, AdamW, Checkpoints, MeshShape,
+        SequenceRatio, SequenceSum, DPO, ValueClip, SequenceCorrection,
+        Rewards, GroupNormalized, Returns, GAE, PreferencePairs, Aggregate,
+        Bandit, TreasureHunt, LocalSampler, Sampling, Collect, Evaluate,
+        Critic, Planner, AdamW, Checkpoints, MeshShape,
     )
 }  # fmt: skip
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dta_jax.composite_losses import OffPolicy, Sum
+from dta_jax.errors import RunError
 from dta_jax.losses import CISPO, SAPO, PolicyLoss, PPOClip, TokenLoss
 from dta_jax.mesh_plan import MeshPlan
 from dta_jax.sequence_losses import SequenceLoss, SequenceRatio, SequenceSum
@@ -133,7 +134,7 @@ def token_diagnostics(samples: Samples, schedule: Schedule | MeshPlan) -> dict[s
     }
 
 
-class NonFiniteError(ArithmeticError):
+class NonFiniteError(RunError):
     """A step whose loss or gradient is not finite; nothing was updated."""
 
     def __init__(self, step: int, tensors: list[str], sequences: list[int], replay: Path):

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal
 
-from dta_jax.advantages import SCOPES, Scope
-from dta_jax.aggregation import AGGREGATIONS, Aggregation
-from dta_jax.composite_losses import OffPolicy, Sum
+from dta_jax.chat import Thinking
+from dta_jax.collect.evaluation import Evaluate
+from dta_jax.collect.settings import Collect
+from dta_jax.composite_losses import BehaviourWeight, OffPolicy, Sum
+from dta_jax.envs.bandit import Bandit
+from dta_jax.envs.game import TreasureHunt
 from dta_jax.errors import InputError
-from dta_jax.losses import CISPO, NLL, SAPO, PolicyGradient, PPOClip
+from dta_jax.generation.local import LocalSampler
+from dta_jax.losses import CISPO, NLL, SAPO, PolicyGradient, PPOClip, ValueClip
+from dta_jax.objective import (
+    GAE,
+    Aggregate,
+    GroupNormalized,
+    Objective,
+    PreferencePairs,
+    Returns,
+    Rewards,
+    Unit,
+)
 from dta_jax.qwen3 import Qwen3Config
-from dta_jax.sequence_losses import SequenceRatio, SequenceSum
+from dta_jax.sequence_losses import DPO, SequenceRatio, SequenceSum
 from dta_jax.sharding import MeshShape
 from dta_jax.synthetic import SyntheticRollouts
 from dta_jax.tree_inputs import CHUNK_MULTIPLE, MAX_ODD_CHUNK
 
-Unit: TypeAlias = Literal["completion", "rollout"]
-
 RUN_DTYPES: Final = ("float32", "bfloat16")  # of computation; master weights are float32
 _INT32_MAX: Final = 2**31 - 1
-_READABLE: Final = {"weight", "advantage", "old_logp", "prox_logp", "ref_logp"}  # what a run can tell a loss
+LOGPROBS: Final = frozenset({"old_logp", "prox_logp", "ref_logp"})
+_READABLE: Final = LOGPROBS | {"weight", "advantage", "preference"}  # what a run can tell a loss
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,32 @@ class RecordedRollouts:
 
 
 @dataclass(frozen=True)
+class LiveRollouts:
+    """Rollouts that are made while the run trains.
+
+    Attributes:
+      environment: whose tasks; a task's episodes are one group.
+      generator: the engine that answers: the local sampler, or servers.
+      collect: how many episodes, how stale, and how tokens are drawn.
+      tokenizer: folder with the tokenizer and chat template, for environments that speak messages; None for
+        those that speak tokens.
+      thinking: what becomes of earlier thinking in a conversation; see `dta_jax.chat`.
+    """
+
+    environment: Bandit | TreasureHunt
+    generator: LocalSampler = field(default_factory=LocalSampler)
+    collect: Collect = field(default_factory=Collect)
+    tokenizer: str | None = None
+    thinking: Thinking = "keep"
+
+    def __post_init__(self) -> None:
+        _check(self, "thinking", self.thinking in ("keep", "strip"), "keep or strip")
+        speaks_tokens = isinstance(self.environment, Bandit | TreasureHunt)
+        right = "None: the environment speaks tokens" if speaks_tokens else "a folder: it speaks messages"
+        _check(self, "tokenizer", (self.tokenizer is None) == speaks_tokens, right)
+
+
+@dataclass(frozen=True)
 class HuggingFaceModel:
     """Weights and shape from a local folder with `config.json` and safetensors.
 
@@ -63,52 +102,6 @@ class HuggingFaceModel:
     def __post_init__(self) -> None:
         _check(self, "path", bool(self.path), "the path of a model folder")
         _check(self, "dtype", self.dtype in RUN_DTYPES, " or ".join(RUN_DTYPES))
-
-
-@dataclass(frozen=True)
-class GroupNormalized:
-    """How rewards become advantages: `dta_jax.advantages.group_normalized`, groups are tasks.
-
-    A "batch" is all rollouts of the run: they are all there before the first step.
-
-    Attributes:
-      mean, std, leave_one_out, unbiased, eps: see there.
-      skip_equal: leave out groups whose advantages are all 0; they have no gradient.
-    """
-
-    mean: Scope = "group"
-    std: Scope = "group"
-    leave_one_out: bool = False
-    unbiased: bool = False
-    eps: float = 1e-6
-    skip_equal: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("mean", "std"):
-            _check(self, name, getattr(self, name) in SCOPES, f"one of {', '.join(SCOPES)}")
-        _check(self, "eps", self.eps >= 0, "at least 0")
-
-
-@dataclass(frozen=True)
-class Aggregate:
-    """How the entries' losses become one number: `dta_jax.aggregation.aggregation_weights`.
-
-    Attributes:
-      kind: which mean.
-      unit: what counts as one sequence in it, a completion or a whole rollout.
-      divisor: tokens, for kind "constant" only.
-    """
-
-    kind: Aggregation = "token_mean"
-    unit: Unit = "completion"
-    divisor: float | None = None
-
-    def __post_init__(self) -> None:
-        _check(self, "kind", self.kind in AGGREGATIONS, f"one of {', '.join(AGGREGATIONS)}")
-        _check(self, "unit", self.unit in ("completion", "rollout"), "completion or rollout")
-        constant = self.kind == "constant"
-        right = self.divisor is not None and self.divisor > 0 if constant else self.divisor is None
-        _check(self, "divisor", right, "a positive number of tokens" if constant else f"None for {self.kind}")
 
 
 @dataclass(frozen=True)
@@ -170,6 +163,43 @@ class AdamW:
 
 
 @dataclass(frozen=True)
+class Critic:
+    """A value model of the policy's shape with weights of its own; it starts from the policy's layers.
+
+    Attributes:
+      optimizer: of its weights.
+      loss: of one value.
+      warmup_steps: only the critic learns in the first so many steps.
+    """
+
+    optimizer: AdamW = field(default_factory=AdamW)
+    loss: ValueClip = field(default_factory=ValueClip)
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self, "warmup_steps", self.warmup_steps >= 0, "at least 0")
+
+
+@dataclass(frozen=True)
+class SequenceCorrection:
+    """An importance weight `prox / old` per sequence that multiplies advantages.
+
+    Attributes:
+      weight: how it is bounded: `BehaviourWeight.sequence_weights`.
+      unit: the sequence, a completion or a whole rollout (an episode).
+      reduce: "mean" for the geometric mean of the tokens' ratios, "sum" for their product.
+    """
+
+    weight: BehaviourWeight = field(default_factory=BehaviourWeight)
+    unit: Unit = "completion"
+    reduce: Literal["mean", "sum"] = "mean"
+
+    def __post_init__(self) -> None:
+        _check(self, "unit", self.unit in ("completion", "rollout"), "completion or rollout")
+        _check(self, "reduce", self.reduce in ("mean", "sum"), "mean or sum")
+
+
+@dataclass(frozen=True)
 class Checkpoints:
     """When the state is saved.
 
@@ -191,41 +221,72 @@ class Train:
     """One training run.
 
     Attributes:
-      rollouts: the data.
+      rollouts: the data, recorded or made on the way.
       model: its shape (random weights) or its folder.
       loss: of one entry, or of a batch. `old_logp` is the rollouts' own log-probability, or the starting
-        weights' where they bring none; `ref_logp` is the starting weights'; `prox_logp` is recomputed with
-        the current weights in each step.
-      advantages: how rewards become advantages; None for a loss that reads none.
+        weights' where they bring none; `ref_logp` is the reference's; `prox_logp` is that of the weights
+        before the step.
+      advantages: how rewards become advantages or preferences; None for a loss that reads neither.
+      rewards: how they are shaped before that.
       aggregate: how entries' losses become the batch's.
+      critic: for `GAE`, and only for it.
+      reference: the model of `ref_logp`; None for the starting weights.
+      sequence_correction: a bounded importance weight per sequence; None for none.
       optimizer, planner, checkpoints: see there.
       mesh: the devices to run on, `data x tensor` of them.
-      steps: optimizer updates in all.
-      max_groups: only the first so many groups (tasks) that have a gradient; None for all.
-      batch_groups: groups per update; always whole groups.
+      steps: batches in all; each makes up to `minibatches * epochs` optimizer updates.
+      minibatches: parts of a batch that are trained on one after the other.
+      epochs: how often the same batch is gone through.
+      max_groups: of recorded rollouts, only the first so many groups that have a gradient; None for all.
+      batch_groups: groups per batch; always whole groups.
       max_length: longest sequence allowed, tokens.
       temperature: at which the policy sampled; log-probabilities are of `softmax(logits / temperature)`.
+      evaluate: episodes that are played every `evaluate_every` steps and not trained on; None for none.
+      evaluate_every: steps between two evaluations; the last step's weights are evaluated too.
       seed: of initial weights and of the order of batches.
     """
 
-    rollouts: SyntheticRollouts | RecordedRollouts
+    rollouts: SyntheticRollouts | RecordedRollouts | LiveRollouts
     model: Qwen3Config | HuggingFaceModel
-    loss: NLL | PolicyGradient | PPOClip | CISPO | SAPO | OffPolicy | Sum | SequenceRatio | SequenceSum
-    advantages: GroupNormalized | None = None
+    loss: NLL | PolicyGradient | PPOClip | CISPO | SAPO | OffPolicy | Sum | SequenceRatio | SequenceSum | DPO
+    advantages: GroupNormalized | Returns | GAE | PreferencePairs | None = None
+    rewards: Rewards = field(default_factory=Rewards)
     aggregate: Aggregate = field(default_factory=Aggregate)
+    critic: Critic | None = None
+    reference: HuggingFaceModel | None = None
+    sequence_correction: SequenceCorrection | None = None
     optimizer: AdamW = field(default_factory=AdamW)
     planner: Planner = field(default_factory=Planner)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     mesh: MeshShape = field(default_factory=MeshShape)
     steps: int = 100
+    minibatches: int = 1
+    epochs: int = 1
     max_groups: int | None = None
     batch_groups: int = 1
     max_length: int = 32_768
     temperature: float = 1.0
+    evaluate: Evaluate | None = None
+    evaluate_every: int = 50
     seed: int = 0
 
+    @property
+    def objective(self) -> Objective:
+        """How rollouts become what the loss reads."""
+        return Objective(self.rewards, self.advantages, self.aggregate, self.temperature)
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The log-probabilities that a step reads: `old_logp`, `prox_logp`, `ref_logp`."""
+        names = {*self.loss.required} & LOGPROBS
+        if self.rewards.kl_coef:
+            names |= {"old_logp", "ref_logp"}
+        if self.sequence_correction is not None:
+            names |= {"old_logp", "prox_logp"}
+        return frozenset(names)
+
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_groups"):
+        for name in ("steps", "batch_groups", "minibatches", "epochs", "evaluate_every"):
             _check(self, name, getattr(self, name) >= 1, "at least 1")
         _check(self, "max_groups", self.max_groups is None or self.max_groups >= 1, "None or at least 1")
         _check(self, "max_length", self.max_length >= 2, "at least 2")
@@ -235,13 +296,43 @@ class Train:
         if dtype not in RUN_DTYPES:
             name, expected = f"a model of dtype {dtype}", f"one of dtype {' or '.join(RUN_DTYPES)}"
             raise InputError("Train", "model", expected=expected, actual=name)
+        live = self.rollouts if isinstance(self.rollouts, LiveRollouts) else None
+        _check(
+            self,
+            "evaluate",
+            self.evaluate is None or live is not None,
+            "None: recorded rollouts have no tasks",
+        )
+        if live is not None:
+            drawn = live.collect.sampling.temperature
+            expected = f"{drawn}, the Sampling.temperature of its rollouts"
+            _check(self, "temperature", self.temperature == drawn, expected)
+            _check(self, "max_groups", self.max_groups is None, "None: rollouts are made on the way")
         unknown = set(self.loss.required) - _READABLE
         _check(self, "loss", not unknown, f"a loss that reads only {', '.join(sorted(_READABLE))}")
-        if ("advantage" in self.loss.required) != (self.advantages is not None):
-            reads = "reads" if self.advantages is None else "does not read"
-            expected = "a way to make them" if self.advantages is None else "None"
-            loss = type(self.loss).__name__
-            _check(self, "advantages", False, f"{expected}, because {loss} {reads} advantages")
+        credit, required = self.advantages, set(self.loss.required)
+        kinds: tuple[type, ...] = (type(None),)
+        expected, reads = "None", "does not read advantages"
+        if "advantage" in required:
+            kinds = GroupNormalized, Returns, GAE
+            expected, reads = "a way to make them (GroupNormalized, Returns or GAE)", "reads advantages"
+        elif "preference" in required:
+            kinds = (PreferencePairs,)
+            expected, reads = "PreferencePairs", "reads preferences"
+        because = f"{expected}, because {type(self.loss).__name__} {reads}"
+        _check(self, "advantages", isinstance(credit, kinds), because)
+        with_critic, needs_critic = self.critic is not None, isinstance(credit, GAE)
+        _check(
+            self, "critic", with_critic == needs_critic, "a critic" if needs_critic else "None without GAE"
+        )
+        whole = self.aggregate.unit == "completion" or not isinstance(credit, PreferencePairs)
+        _check(self, "aggregate", whole, "unit 'completion': with PreferencePairs the unit is the pair")
+        weighs = isinstance(credit, GroupNormalized | Returns | GAE)
+        _check(
+            self, "sequence_correction", self.sequence_correction is None or weighs, "None without advantages"
+        )
+        _check(self, "reference", self.reference is None or "ref_logp" in self.reads,
+               "None: neither the loss nor Rewards.kl_coef reads it")  # fmt: skip
 
 
 def _check(settings: object, name: str, good: bool, expected: str) -> None:

@@ -87,6 +87,13 @@ class Samples:
                     actual=f"{value[e]} at entry {e}",
                 )
 
+    def take(self, entry: np.ndarray) -> Samples:
+        """Some entries, int[e], in the given order, with the sequences that they are in and no others."""
+        kept, sequence = np.unique(self.sequence[entry], return_inverse=True)
+        values = {name: array[entry] for name, array in self.values.items()}
+        sequences = [self.sequences[i] for i in kept]
+        return Samples(sequences, sequence.astype(np.int32), self.position[entry], values)
+
 
 @dataclass(frozen=True)
 class Trie:

@@ -10,8 +10,9 @@ from dta_jax.composite_losses import BehaviourWeight, OffPolicy, Sum
 from dta_jax.config import BUILDERS, changed_bindings, load_config, operative_config
 from dta_jax.errors import InputError
 from dta_jax.losses import NLL, EntropyBonus, KLPenalty, PPOClip
+from dta_jax.objective import Aggregate, GroupNormalized
 from dta_jax.qwen3 import Qwen3Config
-from dta_jax.settings import AdamW, Aggregate, GroupNormalized, RecordedRollouts, Train
+from dta_jax.settings import AdamW, RecordedRollouts, Train
 from dta_jax.synthetic import SyntheticRollouts
 
 ROOT = Path(__file__).parents[1]

@@ -16,30 +16,32 @@ import optax
 import pytest
 
 from dta_jax import tree_engine
-from dta_jax.batches import BatchOrder, load_dataset, make_batch
+from dta_jax.advantages import group_normalized
 from dta_jax.composite_losses import Sum
 from dta_jax.config import load_config, operative_config
 from dta_jax.diagnostics import NonFiniteError
 from dta_jax.errors import InputError, run_command
 from dta_jax.hf_weights import save_folder
+from dta_jax.learner import TrainState
 from dta_jax.losses import NLL, KLPenalty, PPOClip
 from dta_jax.metrics import read_metrics
+from dta_jax.objective import Aggregate, GroupNormalized, credited
 from dta_jax.optimizer import learning_rate, make_optimizer
 from dta_jax.qwen3 import Qwen3, Qwen3Config
+from dta_jax.recorded import BatchOrder, RecordedSource
 from dta_jax.reference import dense_value_and_grad
 from dta_jax.rollouts import save_rollouts
 from dta_jax.sequence_losses import SequenceSum
 from dta_jax.settings import (
     AdamW,
-    Aggregate,
-    GroupNormalized,
     HuggingFaceModel,
     Planner,
     RecordedRollouts,
     Train,
 )
 from dta_jax.synthetic import SyntheticRollouts, generate_rollouts
-from dta_jax.train import State, main, prepare, run_training, train_step
+from dta_jax.train import Run, main, prepare, run_training
+from dta_jax.zero import State
 
 ROLLOUTS = SyntheticRollouts(
     vocab_size=48,
@@ -96,6 +98,17 @@ def run(train: Train, out: Path, **options: bool) -> list[dict]:
     return run_training(prepare(train), out, "Train.seed = 0\n", **options)
 
 
+def one_step(
+    prepared: Run, state: TrainState, step: int, out: Path, values: dict | None = None
+) -> tuple[TrainState, dict]:
+    planned = prepared.learner.plan(prepared.source.batch(step, values))
+    return prepared.learner.update(state, step, planned, None, out)
+
+
+def source_of(train: Train) -> RecordedSource:
+    return prepare(train).source
+
+
 def numbers(rows: list[dict]) -> list[tuple]:
     """What a step computed; not how long it took."""
     return [tuple((k, v) for k, v in sorted(row.items()) if k != "seconds") for row in rows]
@@ -113,12 +126,18 @@ def with_checkpoints(train: Train, every: int, **changes: object) -> Train:
 def test_the_gradient_of_a_step_is_the_dense_one():
     short = dataclasses.replace(ROLLOUTS, trials=2, turns=1)  # the oracle compiles each length
     prepared = prepare(dataclasses.replace(PPO, rollouts=short, batch_groups=1))
-    params = prepared.starting_params()
-    recorded = {"old_logp": np.full(prepared.dataset.rollouts.tokens.size, -3.0, np.float32)}
-    batch = prepared.batch(1, recorded)
+    params = prepared.learner.starting_params()
+    recorded = {"old_logp": np.full(prepared.source.rollouts.tokens.size, -3.0, np.float32)}
+    batch = prepared.source.batch(1, recorded)
+    batch = dataclasses.replace(
+        batch,
+        samples=dataclasses.replace(
+            batch.samples, values=batch.samples.values | credited(batch, PPO.objective)
+        ),
+    )
     assert batch.samples.values["weight"].sum() == pytest.approx(1, rel=1e-6)
-    found = prepared.engine.value_and_grad(params, batch.samples, PPO.loss, batch.unit)
-    dense = dense_value_and_grad(prepared.model, params, batch.samples, PPO.loss)
+    found = prepared.learner.engine.value_and_grad(params, batch.samples, PPO.loss, batch.unit)
+    dense = dense_value_and_grad(prepared.learner.model, params, batch.samples, PPO.loss)
     assert found.loss == pytest.approx(float(dense.loss), rel=2e-5)
     np.testing.assert_allclose(found.logp, dense.logp, rtol=2e-5, atol=1e-6)
     for tree, plain in zip(jax.tree.leaves(found.grads), jax.tree.leaves(dense.grads), strict=True):
@@ -127,9 +146,9 @@ def test_the_gradient_of_a_step_is_the_dense_one():
 
 def test_two_passes_give_the_gradient_of_one():
     prepared = prepare(dataclasses.replace(SFT, temperature=0.7))
-    params, batch = prepared.starting_params(), prepared.batch(1, {})
-    one = prepared.engine.value_and_grad(params, batch.samples, NLL(), batch.unit)
-    two = prepared.engine.value_and_grad(params, batch.samples, SequenceSum((NLL(),)), batch.unit)
+    params, batch = prepared.learner.starting_params(), prepared.source.batch(1)
+    one = prepared.learner.engine.value_and_grad(params, batch.samples, NLL(), batch.unit)
+    two = prepared.learner.engine.value_and_grad(params, batch.samples, SequenceSum((NLL(),)), batch.unit)
     assert two.loss == pytest.approx(one.loss, rel=1e-6)
     for a, b in zip(jax.tree.leaves(one.grads), jax.tree.leaves(two.grads), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * float(jnp.abs(a).max()))
@@ -155,15 +174,16 @@ def test_a_model_folder_is_trained_in_bfloat16_on_float32_master_weights(tmp_pat
     save_folder(tmp_path / "hf", model.config, params)
     folder = HuggingFaceModel(str(tmp_path / "hf"))
     prepared = prepare(dataclasses.replace(SFT, model=folder, optimizer=AdamW(1e-4)))
-    master = prepared.starting_params()
+    state = prepared.learner.starting_state()
+    master = state.policy.params
     assert {leaf.dtype for leaf in jax.tree.leaves(master)} == {jnp.dtype("float32")}
     for a, b in zip(jax.tree.leaves(master), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(a, b.astype(jnp.float32))
-    state, row = train_step(prepared, State(master, prepared.optimizer.init(master)), 1, {}, tmp_path)
+    state, row = one_step(prepared, state, 1, tmp_path)
     assert row["loss"] == pytest.approx(np.log(48), rel=0.05)
-    moved = state.params["embed"] - params["embed"].astype(jnp.float32)
+    moved = state.policy.params["embed"] - params["embed"].astype(jnp.float32)
     assert 0 < float(jnp.abs(moved).max()) < 1e-3  # smaller than a bfloat16 could hold
-    assert state.params["embed"].dtype == jnp.float32
+    assert state.policy.params["embed"].dtype == jnp.float32
 
 
 def test_recorded_logprobs_are_the_old_policy(tmp_path):
@@ -195,7 +215,7 @@ def test_what_a_run_writes(tmp_path):
     assert (tmp_path / "operative_config.gin").read_text() == "Train.seed = 0\n"
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "6"]
     prepared = prepare(PPO)
-    samples = prepared.batch(3, {}).samples
+    samples = prepared.source.batch(3).samples
     distinct = {s[: n + 1].tobytes() for s in samples.sequences for n in range(len(s))}
     assert rows[2]["flat_tokens"] == sum(map(len, samples.sequences))
     assert rows[2]["tree_tokens"] == len(distinct)
@@ -280,19 +300,18 @@ def test_new_batches_compile_nothing():
     prepared = prepare(dataclasses.replace(SFT, rollouts=more, planner=Planner(chunk_size=8)))
 
     def programs(step: int) -> set[tuple[int, int]]:
-        schedule = prepared.engine.plan(prepared.batch(step, {}).samples)
+        schedule = prepared.learner.engine.plan(prepared.source.batch(step).samples)
         return set(zip(schedule.kind.tolist(), schedule.width.tolist(), strict=True))
 
     known = set().union(*(programs(step) for step in range(1, 5)))  # the first epoch
     later = [step for step in range(5, 30) if programs(step) <= known][:6]
-    params = prepared.starting_params()
-    state, trees = State(params, prepared.optimizer.init(params)), []
+    state, trees = prepared.learner.starting_state(), []
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         for step in (1, 2, 3, 4, *later):
             if step == later[0]:
                 compiled.clear()
-            state, row = train_step(prepared, state, step, {}, Path("unused"))
+            state, row = one_step(prepared, state, step, Path("unused"))
             trees.append(row["tree_tokens"])
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
@@ -302,12 +321,12 @@ def test_new_batches_compile_nothing():
 
 def test_a_step_that_is_not_finite_stops_before_the_optimizer(tmp_path):
     prepared = prepare(SFT)
-    params = prepared.starting_params()
+    params = prepared.learner.starting_params()
     params["final"]["scale"] = params["final"]["scale"].at[0].set(jnp.inf)
-    state = State(params, prepared.optimizer.init(params))
+    state = TrainState(State(params, prepared.learner.optimizer.init(params)), None)
     before = jax.tree.map(np.asarray, state)
     with pytest.raises(NonFiniteError, match=r"^step 3: not finite: loss, grad_norm"):
-        train_step(prepared, state, 3, {}, tmp_path)
+        one_step(prepared, state, 3, tmp_path)
     for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(a, b)
     assert [path.name for path in tmp_path.iterdir()] == ["non_finite_step_3.npz"]
@@ -315,7 +334,7 @@ def test_a_step_that_is_not_finite_stops_before_the_optimizer(tmp_path):
 
 def test_a_gradient_that_skipped_rows_is_refused(monkeypatch):
     prepared = prepare(SFT)
-    params, batch = prepared.starting_params(), prepared.batch(1, {})
+    params, batch = prepared.learner.starting_params(), prepared.source.batch(1)
     run_tree = tree_engine.tree_value_and_grad
 
     def one_row_less(*args: object, **options: object) -> object:
@@ -326,18 +345,17 @@ def test_a_gradient_that_skipped_rows_is_refused(monkeypatch):
 
     monkeypatch.setattr(tree_engine, "tree_value_and_grad", one_row_less)
     with pytest.raises(RuntimeError, match=r"^rows of PUSH and BACK: planned \[\d+, \d+\], executed "):
-        prepared.engine.value_and_grad(params, batch.samples, SFT.loss, batch.unit)
+        prepared.learner.engine.value_and_grad(params, batch.samples, SFT.loss, batch.unit)
 
 
 def test_memory_stays_flat_over_many_steps(tmp_path):
     prepared = prepare(PPO)
-    params = prepared.starting_params()
-    state, sizes = State(params, prepared.optimizer.init(params)), []
-    logprobs = {"old_logp": np.full(prepared.dataset.rollouts.tokens.size, -3.0, np.float32)}
+    state, sizes = prepared.learner.starting_state(), []
+    logprobs = {"old_logp": np.full(prepared.source.rollouts.tokens.size, -3.0, np.float32)}
     tracemalloc.start()
     try:
         for step in range(1, 81):
-            state, _ = train_step(prepared, state, step, logprobs, tmp_path)
+            state, _ = one_step(prepared, state, step, tmp_path, logprobs)
             if step in (40, 80):
                 gc.collect()
                 sizes.append((len(jax.live_arrays()), tracemalloc.get_traced_memory()[0]))
@@ -362,20 +380,21 @@ def test_an_epoch_takes_every_group_once_and_depends_on_seed_and_step_alone():
 
 def test_entries_carry_their_own_rollouts_values():
     train = dataclasses.replace(PPO, temperature=0.5, aggregate=Aggregate("sequence_mean", "rollout"))
-    dataset = load_dataset(train, 48)
-    tokens = np.arange(dataset.rollouts.tokens.size, dtype=np.float32)
-    batch = make_batch(dataset, train, np.array([2, 0]), {"old_logp": tokens})
-    values, rollouts = batch.samples.values, dataset.rollouts
-    assert batch.members.tolist() == [*dataset.groups[2], *dataset.groups[0]]
+    source = source_of(train)
+    tokens = np.arange(source.rollouts.tokens.size, dtype=np.float32)
+    batch, rows = source.batch(2, {"old_logp": tokens}), source.rows(2)
+    values, rollouts = batch.samples.values | credited(batch, train.objective), source.rollouts
+    assert rows.tolist() == [row for g in source.order.groups(1) for row in source.groups[g]]
+    expected = group_normalized(rollouts.reward[rows], rollouts.task_id[rows])
     for e in range(len(batch.samples.sequence)):
-        i, token = batch.unit[e], int(values["old_logp"][e])
+        i, token = rows[batch.unit[e]], int(values["old_logp"][e])
         assert rollouts.offsets[i] <= token < rollouts.offsets[i + 1]
         sequence = batch.samples.sequences[batch.samples.sequence[e]]
         assert rollouts.tokens[token] == sequence[batch.samples.position[e]]
-        assert values["advantage"][e] == dataset.advantage[i]
+        assert values["advantage"][e] == pytest.approx(expected[batch.unit[e]], rel=1e-6)
     assert set(values["temperature"].tolist()) == {0.5}
-    per_rollout = [values["weight"][batch.unit == i].sum() for i in batch.members]
-    np.testing.assert_allclose(per_rollout, 1 / len(batch.members), rtol=1e-6)
+    per_rollout = np.bincount(batch.unit, values["weight"])
+    np.testing.assert_allclose(per_rollout, 1 / len(rows), rtol=1e-6)
 
 
 def test_groups_without_signal_are_left_out(tmp_path):
@@ -383,13 +402,12 @@ def test_groups_without_signal_are_left_out(tmp_path):
     reward = np.where(rollouts.task_id == 1, 1.0, rollouts.trial % 2).astype(np.float32)
     save_rollouts(tmp_path / "r.npz", dataclasses.replace(rollouts, reward=reward))
     train = dataclasses.replace(PPO, rollouts=RecordedRollouts(str(tmp_path / "r.npz")))
-    dataset = load_dataset(train, 48)
-    assert [set(rollouts.task_id[g]) for g in dataset.groups] == [{0}, {2}, {3}]
+    assert [set(rollouts.task_id[g]) for g in source_of(train).groups] == [{0}, {2}, {3}]
     keep = dataclasses.replace(train, advantages=GroupNormalized(skip_equal=False))
-    assert len(load_dataset(keep, 48).groups) == 4
+    assert len(source_of(keep).groups) == 4
     save_rollouts(tmp_path / "r.npz", dataclasses.replace(rollouts, reward=np.ones_like(reward)))
     with pytest.raises(InputError, match=r"r\.npz: reward: expected a group whose rewards differ"):
-        load_dataset(train, 48)
+        source_of(train)
 
 
 def test_the_learning_rate_rises_and_falls():

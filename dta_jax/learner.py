@@ -1,0 +1,383 @@
+"""What one step does to the weights: scores, credit, gradients over the batch's tree, updates.
+
+    Planned          a batch, cut into minibatches, with a schedule for each (host only)
+      -> score       log-probabilities under the weights before the step, the reference's, critic's values
+      -> credit      rewards become advantages, over the whole batch (`dta_jax.objective`)
+      -> gradients   minibatch after minibatch, epoch after epoch, each followed by its update
+      -> a row       of metrics
+
+Scores run the very operations of the gradient, so the first ratio is exactly 1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from dta_jax.composite_losses import AtProximal
+from dta_jax.diagnostics import (
+    policy_diagnostics,
+    reward_diagnostics,
+    staleness_diagnostics,
+    stop_if_not_finite,
+    token_diagnostics,
+)
+from dta_jax.hf_config import read_config
+from dta_jax.hf_weights import load_params
+from dta_jax.losses import TokenLoss
+from dta_jax.mesh_plan import MeshPlan
+from dta_jax.minibatches import Part, split_along_trie
+from dta_jax.model import Params
+from dta_jax.objective import Batch, PreferencePairs, credited, episode_step_rewards, episodes_of
+from dta_jax.optimizer import learning_rate, make_optimizer
+from dta_jax.qwen3 import Qwen3
+from dta_jax.sequence_losses import SequenceLoss
+from dta_jax.settings import HuggingFaceModel, Train
+from dta_jax.tree_engine import BatchGradient, TreeEngine
+from dta_jax.types import Samples, Schedule
+from dta_jax.value_model import ValueModel
+from dta_jax.zero import ShardedOptimizer, State
+
+
+class TrainState(NamedTuple):
+    """What a step changes: the policy's master weights and optimizer, and the critic's if there is one."""
+
+    policy: State
+    critic: State | None
+
+    def as_tree(self) -> dict[str, Any]:
+        """The layout of a checkpoint: `params`, `opt_state` and, with a critic, the same under `critic`."""
+        return self.policy._asdict() | ({} if self.critic is None else {"critic": self.critic._asdict()})
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> TrainState:
+        """The inverse of `as_tree`."""
+        critic = State(**tree["critic"]) if "critic" in tree else None
+        return cls(State(tree["params"], tree["opt_state"]), critic)
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A batch that is ready for the device.
+
+    Attributes:
+      batch: the whole batch.
+      parts: its minibatches.
+      schedules: one per part.
+      metrics: what its source says of it.
+    """
+
+    batch: Batch
+    parts: list[Part]
+    schedules: list[Schedule | MeshPlan]
+    metrics: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Critic:
+    """A value model with weights of its own, its engine and its optimizer."""
+
+    model: ValueModel
+    engine: TreeEngine
+    optimizer: ShardedOptimizer
+
+
+@dataclass(frozen=True, eq=False)
+class Learner:
+    """Everything that stays the same from step to step.
+
+    Attributes:
+      train: the settings.
+      model: the policy.
+      engine: with buckets that hold every batch.
+      optimizer: of the float32 master weights, which it keeps on the mesh.
+      critic: for `GAE`.
+    """
+
+    train: Train
+    model: Qwen3
+    engine: TreeEngine
+    optimizer: ShardedOptimizer
+    critic: Critic | None
+
+    @classmethod
+    def build(cls, train: Train, model: Qwen3, *, longest: int, entries: int) -> Learner:
+        """A learner for batches of at most `entries` entries in sequences of at most `longest` tokens."""
+        mesh = train.mesh.make()
+
+        def engine(of: Any) -> TreeEngine:
+            return TreeEngine.for_batches(
+                of,
+                chunk_size=train.planner.chunk_size,
+                strategy=train.planner.strategy,
+                longest=longest,
+                entries=entries,
+                mesh=mesh if mesh.size > 1 else None,
+            )
+
+        optimizer = ShardedOptimizer.on(mesh, model, make_optimizer(train.optimizer))
+        critic = None
+        if train.critic is not None:
+            values = ValueModel(model)
+            own = ShardedOptimizer.on(mesh, values, make_optimizer(train.critic.optimizer))
+            critic = Critic(values, engine(values), own)
+        return cls(train, model, engine(model), optimizer, critic)
+
+    @property
+    def like(self) -> dict[str, Any]:
+        """Shapes, dtypes and shardings of the state, in the layout of a checkpoint."""
+        return TrainState(
+            self.optimizer.like, None if self.critic is None else self.critic.optimizer.like
+        ).as_tree()
+
+    @property
+    def updates_per_step(self) -> int:
+        """The most optimizer updates that one step makes."""
+        return self.train.minibatches * self.train.epochs
+
+    def starting_params(self) -> Params:
+        """The policy's master weights before the first step."""
+        source = self.train.model
+        places = jax.tree.map(lambda leaf: leaf.sharding, self.optimizer.like.params)
+        if isinstance(source, HuggingFaceModel):
+            params = load_params(source.path, self.model.config, sharding=places)
+        else:
+            params = jax.jit(self.model.init, out_shardings=places)(jax.random.key(self.train.seed))
+        return cast(params, "float32")
+
+    def starting_state(self) -> TrainState:
+        """The state before the first step; a critic starts from the policy's layers."""
+        params = self.starting_params()
+        critic = None
+        if self.critic is not None:
+            values = self.critic.optimizer.place(self.critic.model.from_policy(params))
+            critic = State(values, self.critic.optimizer.init(values))
+        return TrainState(State(params, self.optimizer.init(params)), critic)
+
+    def compute_params(self, state: TrainState) -> Params:
+        """The policy's weights as they are computed with. The next update may donate them."""
+        return self.optimizer.gather(state.policy.params, self.model.config.dtype)
+
+    def reference_params(self) -> Params:
+        """The reference's weights: those of `Train.reference`, or the starting weights."""
+        source = self.train.reference
+        if source is None:
+            return self.optimizer.gather(self.starting_params(), self.model.config.dtype)
+        config = read_config(source.path, dtype=self.model.config.dtype, param_dtype="float32")
+        places = jax.tree.map(lambda leaf: leaf.sharding, self.optimizer.like.params)
+        params = cast(load_params(source.path, config, sharding=places), "float32")
+        return self.optimizer.gather(params, self.model.config.dtype)
+
+    def plan(self, batch: Batch, metrics: Mapping[str, Any] | None = None) -> Planned:
+        """Cuts a batch into minibatches and plans each; touches the host only."""
+        pairs = isinstance(self.train.advantages, PreferencePairs)
+        whole_episodes = batch.unit if pairs else batch.episode
+        unit = whole_episodes if self.train.aggregate.unit == "rollout" or pairs else batch.completion
+        parts = split_along_trie(batch.samples, unit, self.train.minibatches)
+        parts = [replace(part, unit=batch.unit[part.entry]) for part in parts]
+        return Planned(batch, parts, [self.engine.plan(part.samples) for part in parts], metrics or {})
+
+    def update(
+        self, state: TrainState, step: int, planned: Planned, reference: Params | None, out: Path
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Step `step` (from 1).
+
+        Args:
+          state: its arrays are donated.
+          step: for metrics, messages and the learning rate.
+          planned: the batch.
+          reference: weights for `ref_logp`, where the loss reads it and the batch has none.
+          out: where a batch that breaks the run is written.
+
+        Returns:
+          The new state and the step's row of metrics.
+
+        Raises:
+          NonFiniteError: before the optimizer is applied.
+        """
+        began = time.perf_counter()
+        batch, params = planned.batch, self.compute_params(state)
+        values, first_pass = self._informed(planned, params, state, reference)
+        loss: TokenLoss | SequenceLoss = self.train.loss
+        at_once = self.updates_per_step == 1
+        if "prox_logp" in loss.required and "prox_logp" not in values:
+            assert isinstance(loss, TokenLoss)
+            loss = AtProximal(loss)
+        logp, entropy = np.empty(len(batch.token), np.float32), np.empty(len(batch.token), np.float32)
+        rows = []
+        scale = np.float32(len(planned.parts))  # each update's loss is as large as the batch's
+        for epoch in range(self.train.epochs):
+            for part, schedule in zip(planned.parts, planned.schedules, strict=True):
+                own = {name: array[part.entry] for name, array in values.items()}
+                samples = replace(part.samples, values=own | {"weight": own["weight"] * scale})
+                if epoch or part is not planned.parts[0]:
+                    params = self.compute_params(state)
+                found = self.engine.value_and_grad(
+                    params,
+                    samples,
+                    loss,
+                    part.unit,
+                    schedule=schedule,
+                    first_pass=first_pass if at_once else None,
+                )
+                logp[part.entry], entropy[part.entry] = found.logp, found.entropy
+                norm = _checked_norm(found, samples, step, out)
+                of_policy = {"loss": found.loss, "grad_norm": norm}
+                policy = state.policy
+                if step > (0 if self.train.critic is None else self.train.critic.warmup_steps):
+                    with jax.transfer_guard("disallow"):
+                        policy = jax.block_until_ready(self.optimizer.update(policy, found.grads))
+                del found
+                critic, of_critic = self._update_critic(state.critic, samples, part, schedule, step, out)
+                state = TrainState(policy, critic)
+                rows.append(of_policy | of_critic)
+        seen = dict(values)
+        if "prox_logp" in self.train.loss.required and "prox_logp" not in seen:
+            seen |= {"prox_logp": logp}
+        row: dict[str, Any] = {"step": step} | _means(rows)
+        row |= {
+            "seconds": time.perf_counter() - began,
+            "updates": len(rows),
+            "learning_rate": float(learning_rate(self.train.optimizer)((step - 1) * self.updates_per_step)),
+        }
+        row |= _tokens(planned, self.train.epochs)
+        row |= self._batch_diagnostics(step, batch, seen, logp, entropy)
+        return state, row | dict(planned.metrics)
+
+    def score(self, params: Params, batch: Batch) -> np.ndarray:
+        """Log-probabilities of a batch's entries under some weights, float32[E], computed as in an update."""
+        return self._scores(self.engine, params, self.plan(batch))[0]
+
+    def _informed(
+        self, planned: Planned, params: Params, state: TrainState, reference: Params | None
+    ) -> tuple[dict[str, np.ndarray], tuple[np.ndarray, np.ndarray] | None]:
+        """Everything that the loss reads, [E] by name; and (logp, entropy) under `params`, if scored."""
+        train, batch = self.train, planned.batch
+        values = dict(batch.samples.values)
+        reads, first_pass = train.reads, None
+        shared = self.updates_per_step == 1 and isinstance(train.loss, TokenLoss)
+        if "prox_logp" in reads and not (shared and train.sequence_correction is None):
+            first_pass = self._scores(self.engine, params, planned)
+            values["prox_logp"] = first_pass[0]
+        if "ref_logp" in reads and "ref_logp" not in values:
+            assert reference is not None, "the loss reads ref_logp"
+            values["ref_logp"] = self._scores(self.engine, reference, planned)[0]
+        value = None
+        if self.critic is not None and state.critic is not None:
+            weights = self.critic.optimizer.gather(state.critic.params, self.model.config.dtype)
+            value = self._scores(self.critic.engine, weights, planned)[0]
+        informed = replace(batch, samples=replace(batch.samples, values=values))
+        values |= credited(informed, train.objective, value)
+        correction = train.sequence_correction
+        if correction is not None:
+            unit = batch.episode if correction.unit == "rollout" else batch.completion
+            distance = values["prox_logp"] - values["old_logp"]
+            weight = correction.weight.sequence_weights(distance, unit, reduce=correction.reduce)
+            values["advantage"] = (values["advantage"] * weight).astype(np.float32)
+        return values, first_pass
+
+    def _scores(self, engine: TreeEngine, params: Params, planned: Planned) -> tuple[np.ndarray, np.ndarray]:
+        scores = (
+            np.empty(len(planned.batch.token), np.float32),
+            np.empty(len(planned.batch.token), np.float32),
+        )
+        for part, schedule in zip(planned.parts, planned.schedules, strict=True):
+            for array, found in zip(scores, engine.logprobs(params, part.samples, schedule), strict=True):
+                array[part.entry] = found
+        return scores
+
+    def _update_critic(
+        self,
+        state: State | None,
+        samples: Samples,
+        part: Part,
+        schedule: Schedule | MeshPlan,
+        step: int,
+        out: Path,
+    ) -> tuple[State | None, dict[str, float]]:
+        if self.critic is None or state is None:
+            return None, {}
+        assert self.train.critic is not None
+        params = self.critic.optimizer.gather(state.params, self.model.config.dtype)
+        found = self.critic.engine.value_and_grad(
+            params, samples, self.train.critic.loss, part.unit, schedule=schedule
+        )
+        norm = _checked_norm(found, samples, step, out)
+        with jax.transfer_guard("disallow"):
+            state = jax.block_until_ready(self.critic.optimizer.update(state, found.grads))
+        returns, value = samples.values["return"], samples.values["old_value"]
+        spread = float(np.var(returns))
+        explained = 1 - float(np.var(returns - value)) / spread if spread > 0 else 0.0
+        return state, {
+            "critic_loss": found.loss,
+            "critic_grad_norm": norm,
+            "explained_variance": explained,
+        }
+
+    def _batch_diagnostics(
+        self,
+        step: int,
+        batch: Batch,
+        values: Mapping[str, np.ndarray],
+        logp: np.ndarray,
+        entropy: np.ndarray,
+    ) -> dict[str, Any]:
+        row: dict[str, Any] = {"rollouts": len(batch.group), "sequences": len(batch.samples.sequences)}
+        if batch.rollouts.reward is not None:
+            final = batch.rollouts.reward[episodes_of(batch.rollouts)[0]]
+            rewards = final + episode_step_rewards(batch.rollouts)
+            row["reward_mean"] = float(rewards.mean())
+            if "advantage" in values:
+                row |= reward_diagnostics(rewards, values["advantage"], batch.group)
+        if batch.rollouts.versions is not None:
+            row |= staleness_diagnostics(batch.rollouts.versions[batch.token], step - 1)
+        return row | policy_diagnostics(self.train.loss, logp, entropy, values, batch.unit)
+
+
+def cast(params: Params, dtype: str) -> Params:
+    """The weights in the dtype that they are computed with; what has it already is not copied."""
+    return jax.tree.map(lambda leaf: leaf if leaf.dtype == dtype else leaf.astype(dtype), params)
+
+
+global_norm = jax.jit(optax.tree.norm)
+
+
+def _checked_norm(found: BatchGradient, samples: Samples, step: int, out: Path) -> float:
+    """The gradient's norm; raises NonFiniteError if it or the loss is not finite."""
+    norm = float(jax.device_get(global_norm(found.grads)))
+    stop_if_not_finite(
+        step,
+        samples,
+        scalars={"loss": found.loss, "grad_norm": norm},
+        entries={"logp": found.logp, "entropy": found.entropy},
+        grads=found.grads,
+        replay_dir=out,
+    )
+    return norm
+
+
+def _means(rows: list[dict[str, float]]) -> dict[str, float]:
+    """The mean over updates. Losses of minibatches are scaled so that theirs is the batch's."""
+    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+
+
+def _tokens(planned: Planned, epochs: int) -> dict[str, Any]:
+    """Tokens of the batch, counted four ways; those executed are of all epochs."""
+    counts = [
+        token_diagnostics(part.samples, schedule)
+        | {
+            "backward_tokens_executed": schedule.backward_tokens_executed,
+            "forward_tokens_executed": schedule.forward_tokens_executed,
+        }
+        for part, schedule in zip(planned.parts, planned.schedules, strict=True)
+    ]
+    total = {name: sum(count[name] for count in counts) for name in counts[0]}
+    total |= {name: total[name] * epochs for name in total if "executed" in name}
+    return total | {"dedupe_ratio": total["flat_tokens"] / total["tree_tokens"]}

@@ -1,0 +1,152 @@
+"""Rollouts made while training as a source of batches: environment, engine and collector of one run.
+
+batch(step)   episodes of the weights of step - 1, or older ones within `Collect.max_staleness`
+publish       the weights of a step, to the engine
+saved         what a checkpoint needs beside the weights; accepted rollouts are in OUT/accepted/STEP.npz
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from jax import tree
+
+from dta_jax.chat import Chat
+from dta_jax.chat_template import load_template
+from dta_jax.collect.evaluation import Evaluate
+from dta_jax.collect.loop import Collector
+from dta_jax.envs.bandit import Bandit
+from dta_jax.envs.game import TreasureHunt
+from dta_jax.errors import InputError
+from dta_jax.generation.local import LocalSampler
+from dta_jax.learner import Learner, Planned, TrainState
+from dta_jax.model import Params
+from dta_jax.objective import make_batch
+from dta_jax.qwen3 import Qwen3Config
+from dta_jax.rollouts import load_rollouts, save_rollouts
+from dta_jax.settings import LiveRollouts
+from dta_jax.tokenizer import load_tokenizer
+
+
+class LiveFeed:
+    """The batches of a run whose rollouts are made on the way. A context manager.
+
+    Args:
+      learner: of the run.
+      settings: environment, engine and how rollouts are collected.
+      params: the weights that the first episodes are answered with; see `sampling_params`.
+      start: their version, the step that the run goes on from.
+      out: the run's folder.
+      saved: what `saved` gave at that step; None at the start.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        settings: LiveRollouts,
+        params: Params,
+        *,
+        start: int,
+        out: Path,
+        saved: Mapping[str, Any] | None,
+    ):
+        self._learner, self._out = learner, out
+        self._collector = Collector(
+            settings.environment,
+            settings.generator.make(learner.model, params, version=start),
+            settings.collect,
+            seed=learner.train.seed,
+            chat=load_chat(settings, learner.model.config.vocab_size),
+            batch_groups=learner.train.batch_groups,
+        )
+        if saved is not None:
+            accepted = load_rollouts(_accepted(out, start)) if saved["accepted"] else None
+            self._collector.restore(saved, accepted)
+
+    def __enter__(self) -> LiveFeed:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._collector.close()
+
+    def get(self, step: int) -> Planned:
+        """The batch of a step, planned; blocks until its episodes are over."""
+        found = self._collector.batch(step)
+        # A batch that reaches into the next epoch may have a task twice, in two groups.
+        rollouts = replace(found.rollouts, task_id=found.group)
+        batch = make_batch(rollouts, self._learner.train.objective)
+        return self._learner.plan(batch, found.metrics)
+
+    def publish(self, state: TrainState, step: int) -> None:
+        """Hands the weights of a step to the engine."""
+        self._collector.publish(sampling_params(self._learner, state), step)
+
+    def evaluate(self, how: Evaluate, step: int) -> dict[str, float]:
+        """Numbers of episodes that are not trained on, under names that begin with `eval_`."""
+        found = self._collector.evaluate(how, seed=self._learner.train.seed)
+        numbers = {name: x for name, x in found.items() if isinstance(x, int | float)}
+        return {f"eval_{name}": float(x) for name, x in numbers.items()}
+
+    def saved(self, step: int, keep: int) -> dict[str, Any]:
+        """What goes into the checkpoint of a step; call it after `publish`.
+
+        Args:
+          step: whose weights are saved.
+          keep: how many checkpoints stay.
+        """
+        snapshot = self._collector.state()
+        file = _accepted(self._out, step)
+        file.parent.mkdir(exist_ok=True)
+        if snapshot.accepted is not None:
+            save_rollouts(file, snapshot.accepted)
+        older = sorted((int(path.stem), path) for path in file.parent.glob("[0-9]*.npz"))
+        for _, path in older[: -keep - 1]:
+            path.unlink()
+        return snapshot.state
+
+
+def sampling_params(learner: Learner, state: TrainState) -> Params:
+    """The policy's weights for an engine: a copy, where the next update would donate them."""
+    params = learner.compute_params(state)
+    masters = {id(leaf) for leaf in tree.leaves(state.policy.params)}
+    shared = any(id(leaf) in masters for leaf in tree.leaves(params))
+    return tree.map(jnp.copy, params) if shared else params
+
+
+def load_chat(settings: LiveRollouts, vocab_size: int) -> Chat | None:
+    """How messages become tokens; None for environments that speak tokens.
+
+    Raises:
+      InputError: the folder has no tokenizer or chat template that can be used.
+    """
+    if settings.tokenizer is None:
+        return None
+    tokenizer = load_tokenizer(settings.tokenizer, vocab_size)
+    return Chat(tokenizer, load_template(tokenizer), thinking=settings.thinking)
+
+
+def check_fits(settings: LiveRollouts, model: Qwen3Config) -> int:
+    """The longest context that a run can make, tokens.
+
+    Raises:
+      InputError: it is longer than the model allows, or the environment has ids beyond the vocabulary.
+    """
+    limits = [settings.collect.max_context, model.max_position_embeddings]
+    if isinstance(settings.generator, LocalSampler):
+        limits.append(settings.generator.max_context)
+    else:
+        limits.append(settings.generator.context_length)
+    if isinstance(settings.environment, Bandit | TreasureHunt):
+        needed = settings.environment.vocab_size
+        if needed > model.vocab_size:
+            expected = f"at least {needed}, for {type(settings.environment).__name__}"
+            raise InputError("model config", "vocab_size", expected=expected, actual=model.vocab_size)
+    return min(limit for limit in limits if limit is not None)
+
+
+def _accepted(out: Path, step: int) -> Path:
+    return out / "accepted" / f"{step}.npz"
