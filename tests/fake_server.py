@@ -65,7 +65,8 @@ class FakeServer:
       fault_rate: the chance of any of `FAULTS` when `faults` is empty.
       refusals: how many times loading weights fails.
       reports: whether it knows versions of weights.
-      answer: for text: makes the choice of a completion from (prompt, most).
+      answer: makes a choice from a call's body, instead of the model; for `/v1/` only.
+      usage: goes along with it.
       requests: (path, body, headers) of every call so far.
       answered: request id of every generation that was answered well.
       overlaps: generations that ran while weights were loaded.
@@ -76,7 +77,8 @@ class FakeServer:
         self.faults: deque[str | None] = deque()
         self.fault_rate, self.refusals, self.overlaps = 0.0, 0, 0
         self.reports, self.healthy = True, True
-        self.answer: Callable[[str, int], dict] | None = None
+        self.answer: Callable[[dict], dict] | None = None
+        self.usage: dict | None = None
         self.requests: list[tuple[str, dict, dict[str, str]]] = []
         self.answered: list[str] = []
         self.running = self.most_running = 0
@@ -175,7 +177,7 @@ class FakeServer:
 
     async def _answer(self, method: str, path: str, body: dict, writer: asyncio.StreamWriter) -> None:
         path = path.split("?")[0]
-        if path in ("/generate", "/v1/completions"):
+        if path in ("/generate", "/v1/completions", "/v1/chat/completions"):
             await self._generation(path, body, writer)
             return
         status, answer = await self._control(method, path, body)
@@ -290,10 +292,13 @@ class FakeServer:
             meta["weight_version"] = self._reported
         return {"text": "", "output_ids": tokens, "meta_info": meta}
 
+    def _said(self, body: dict) -> dict:
+        answer = {"choices": [{"index": 0, **self.answer(body)}]}
+        return answer if self.usage is None else answer | {"usage": self.usage}
+
     async def _completions(self, body: dict, fault: str | None) -> dict:
-        if isinstance(body["prompt"], str):
-            assert self.answer is not None
-            return {"choices": [{"index": 0, **self.answer(body["prompt"], body["max_tokens"])}]}
+        if self.answer is not None:
+            return self._said(body)
         tokens, logprobs, finish = await self._sampled(
             body["prompt"], body["max_tokens"], body["stop_token_ids"], fault
         )

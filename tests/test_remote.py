@@ -632,7 +632,6 @@ def test_the_key_is_sent_and_never_shown(servers, connect, monkeypatch, caplog):
     secret = "sk-3f9c-very-secret"
     monkeypatch.setenv("ENGINE_KEY", secret)
     fake = servers()
-    fake.answer = lambda *_: {"echo": secret}
 
     async def run():
         async with connect(fake, api_key_env="ENGINE_KEY", retries=0) as engine:

@@ -31,7 +31,7 @@ from dta_jax.generation.http import JsonClient
 from dta_jax.generation.pool import Servers
 from dta_jax.generation.protocol import Sampling
 from dta_jax.generation.remote import Failures, RemoteGenerator
-from dta_jax.generation.replies import Reply, bad_reply, checked_reply, field
+from dta_jax.generation.replies import FINISHES, Reply, bad_reply, checked_reply, field
 from dta_jax.tokenizer import Tokenizer
 
 TOKEN_ID: Final = "token_id:"
@@ -245,6 +245,8 @@ def _only_choice(answer: Any) -> dict[str, Any]:
 def _cut(
     ids: list[Any], values: list[Any], finish: Any, stop_tokens: Sequence[int]
 ) -> tuple[list[Any], list[Any], Any]:
-    """Everything up to the first stop token, if there is one."""
+    """Everything up to the first stop token, if there is one; the reason to finish is checked."""
+    if finish not in FINISHES:
+        bad_reply(f"a finish reason among {', '.join(FINISHES)}", repr(finish))
     end = next((i for i, token in enumerate(ids) if token in stop_tokens), None)
     return (ids, values, finish) if end is None else (ids[: end + 1], values[: end + 1], "stop")
