@@ -129,6 +129,8 @@ def _ranks(found: Inspection) -> list[str]:
 
 
 def _loss(found: Inspection) -> list[str]:
-    rows = len(np.unique(found.schedule.entry_row))
+    has_loss = np.zeros(found.trie.num_rows, bool)
+    has_loss[found.schedule.entry_row] = True
+    rows = int(has_loss.sum())
     share = percent(rows / found.trie.num_rows)
     return [f"{share} of the tree tokens have loss ({rows:,}); the others are context."]

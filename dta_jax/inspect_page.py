@@ -12,7 +12,6 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib import resources
 from typing import Any, Final
 
 import numpy as np
@@ -21,6 +20,7 @@ import dta_jax
 from dta_jax.inspect_advice import REASONS, advice, gibibytes, percent
 from dta_jax.inspect_pictures import REWARD_COLOURS, SHARE_COLOURS, depth_picture, ranks_picture
 from dta_jax.inspection import BACK_WORK, Inspection, Plan
+from dta_jax.page_parts import fill, page_file, table, table_row
 from dta_jax.schedule_stats import stack_heights
 from dta_jax.sharing import mean_passing
 from dta_jax.tokenizer import Tokenizer
@@ -56,21 +56,6 @@ def inspection_page(found: Inspection, tokenizer: Tokenizer | None = None) -> st
         "SCRIPT": "\n".join(page_file(name).replace('"use strict";\n', "", 1) for name in _SCRIPTS),
     }
     return fill(page_file("inspect.html"), parts)
-
-
-def page_file(name: str) -> str:
-    """The text of a file in `dta_jax/pages`."""
-    return resources.files("dta_jax").joinpath("pages", name).read_text(encoding="utf-8")
-
-
-def fill(template: str, parts: Mapping[str, str]) -> str:
-    """The template with `<!--NAME-->` replaced, each by its part."""
-    pieces = template.split("<!--")
-    filled = [pieces[0]]
-    for piece in pieces[1:]:
-        name, rest = piece.split("-->", 1)
-        filled += [parts[name], rest]
-    return "".join(filled)
 
 
 def page_data(found: Inspection, tokenizer: Tokenizer | None) -> str:
@@ -128,7 +113,7 @@ def pack(header: Mapping[str, Any], columns: Mapping[str, tuple[str, np.ndarray]
     for array in arrays.values():
         data = array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
         body += [data, b"\0" * (-len(data) % 8)]
-    return base64.b64encode(zlib.compress(b"".join(body), 9)).decode()
+    return base64.b64encode(zlib.compress(b"".join(body))).decode()
 
 
 def _loss_columns(found: Inspection) -> dict[str, tuple[str, np.ndarray]]:
@@ -271,18 +256,8 @@ def _plan_table(plans: Sequence[Plan], found: Inspection, first: str) -> str:
             cells.append(f"{stats.peak_stack_rows:,}")
             cells += [] if plan.peak_bytes is None else [gibibytes(plan.peak_bytes)]
         shown = plan.name == found.plan.name and plan.chunk == found.plan.chunk
-        rows.append(_table_row(cells, shown, f"<td class=bars>{_bar(plan, longest)}</td>"))
-    return _table(heads, rows, "<th class=bars>work</th>")
-
-
-def _table(heads: Sequence[str], rows: Sequence[str], last_head: str = "") -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
-    return f"<table><tr>{head}{last_head}</tr>{''.join(rows)}</table>"
-
-
-def _table_row(cells: Sequence[str], shown: bool, last_cell: str = "") -> str:
-    row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-    return f"<tr{' class=shown' if shown else ''}>{row}{last_cell}</tr>"
+        rows.append(table_row(cells, shown, f"<td class=bars>{_bar(plan, longest)}</td>"))
+    return table(heads, rows, "<th class=bars>work</th>")
 
 
 def _bar(plan: Plan, longest: float) -> str:
@@ -331,5 +306,5 @@ def _rank_table(found: Inspection) -> str:
             percent(report.lost_sharing / report.total_tree_tokens),
             f"{report.num_ranks * report.efficiency:.2f} x",
         ]
-        rows.append(_table_row(cells, report.num_ranks == found.assignment.report.num_ranks))
-    return _table(heads, rows)
+        rows.append(table_row(cells, report.num_ranks == found.assignment.report.num_ranks))
+    return table(heads, rows)

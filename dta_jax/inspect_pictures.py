@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from dta_jax.inspection import BACK_WORK, Inspection
-from dta_jax.picture import GRID, Line, Picture, Rect, Text, compact, ticks
+from dta_jax.picture import GRID, Line, Picture, Rect, Text, blend, compact, ticks
 from dta_jax.schedule_stats import stack_heights
 from dta_jax.sharing import tokens_by_depth
 from dta_jax.types import BACK
@@ -93,7 +93,7 @@ def schedule_picture(found: Inspection) -> Picture:
     )
     picture.shapes += [
         Line(tuple(map(tuple, _thinned(np.column_stack(steps)).tolist())), "#3f7f70"),
-        Line(((left, slots), (_WIDTH - right, slots)), SOFT, 1, dash=True, label="slots of the stack"),
+        Line(((left, slots), (_WIDTH - right, slots)), SOFT, 1, dash=(5, 4), label="slots of the stack"),
         Text(16, 24, title, 16, bold=True),
         Text(16, 44, words, 12, fill=SOFT),
         Text(left - 10, 83, "BACK", 12, "end"),
@@ -128,7 +128,7 @@ def ranks_picture(found: Inspection) -> Picture:
         ]
     bound = left + scale * report.lower_bound
     ends = (bound, top - 6), (bound, top + row * report.num_ranks)
-    picture.shapes.append(Line(ends, "#c8314a", dash=True))
+    picture.shapes.append(Line(ends, "#c8314a", dash=(5, 4)))
     picture.shapes.append(Text(bound, top - 10, "lower bound", 11, "end", "#c8314a"))
     return picture
 
@@ -152,14 +152,6 @@ def depth_picture(found: Inspection) -> Picture:
     picture.shapes.append(Text(left, 18, words, 12, fill=SOFT))
     _depth_axis(picture, left, floor, x_scale, int(edges[-1]))
     return picture
-
-
-def blend(colours: list[str], share: float) -> str:
-    """The colour at `share` (0 to 1) of a scale given by equally spaced colours."""
-    at = min(max(share, 0.0), 1.0) * (len(colours) - 1)
-    i = min(int(at), len(colours) - 2)
-    low, high = ([int(c[k : k + 2], 16) for k in (1, 3, 5)] for c in colours[i : i + 2])
-    return "#" + "".join(f"{round(a + (at - i) * (b - a)):02x}" for a, b in zip(low, high, strict=True))
 
 
 def _deepest(found: Inspection) -> np.ndarray:

@@ -6,6 +6,7 @@ A picture is laid out once; both files show the same. Nothing here knows what is
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib.util import find_spec
@@ -46,7 +47,7 @@ class Line:
     points: tuple[tuple[float, float], ...]
     stroke: str
     width: float = 1.5
-    dash: bool = False
+    dash: tuple[float, ...] = ()  # pixels drawn and left out, in turns
     label: str = ""
 
 
@@ -128,8 +129,13 @@ class Picture:
         for shape in self.shapes:
             if isinstance(shape, Line):
                 x, y = zip(*shape.points, strict=True)
-                style = "--" if shape.dash else "-"
-                axes.plot(x, y, style, color=shape.stroke, linewidth=shape.width * points)
+                axes.plot(
+                    x,
+                    y,
+                    linestyle=(0, [d / shape.width for d in shape.dash]) if shape.dash else "-",
+                    color=shape.stroke,
+                    linewidth=shape.width * points,
+                )
             elif isinstance(shape, Text):
                 axes.text(
                     shape.x,
@@ -166,6 +172,14 @@ def compact(number: float) -> str:
     return f"{number:.3g}"
 
 
+def blend(colours: Sequence[str], share: float) -> str:
+    """The colour at `share` (0 to 1) of a scale given by equally spaced colours, `#rrggbb`."""
+    at = min(max(share, 0.0), 1.0) * (len(colours) - 1)
+    i = min(int(at), len(colours) - 2)
+    low, high = ([int(c[k : k + 2], 16) for k in (1, 3, 5)] for c in colours[i : i + 2])
+    return "#" + "".join(f"{round(a + (at - i) * (b - a)):02x}" for a, b in zip(low, high, strict=True))
+
+
 def _draw_rects(axes, rects: list[Rect]) -> None:  # type: ignore[no-untyped-def]
     """All rectangles in one collection: there can be tens of thousands."""
     from matplotlib.collections import PolyCollection
@@ -187,7 +201,7 @@ def _svg(shape: Rect | Line | Text) -> str:
     title = f"<title>{escape(shape.label)}</title>" if shape.label else ""
     if isinstance(shape, Line):
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in shape.points)
-        dash = ' stroke-dasharray="5 4"' if shape.dash else ""
+        dash = f' stroke-dasharray="{" ".join(map(str, shape.dash))}"' if shape.dash else ""
         return (
             f'<polyline points="{points}" fill="none" stroke="{shape.stroke}" '
             f'stroke-width="{shape.width:g}"{dash}>{title}</polyline>'
