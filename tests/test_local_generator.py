@@ -222,39 +222,52 @@ def test_a_row_that_others_begin_with_is_copied_not_taken():
     table.rest(row)
     other = table.place(np.array([1, 2, 9]))
     assert other != row
-    assert table.share() == [(row, other, 2)]
-    assert table.ready.tolist() == [other]
+    assert table.share(other) == [(row, other, 2)]
+    assert table.to_fill == []
+
+
+def test_a_row_is_copied_before_another_call_takes_it():
+    table = RowTable(2, 10, version=0, lend_stale=False)
+    for prompt in (np.array([1, 2, 3, 4]), np.array([5, 6, 7])):
+        table.rest(fill_row(table, prompt))
+    assert table.place(np.array([5, 6, 8, 9])) == 1
+    assert table.share(1) == []
+    assert (table.place(np.array([8, 9])), table.cached.tolist()) == (0, [0, 2])
 
 
 def test_calls_wait_for_a_row_that_fills_what_they_share():
     table = RowTable(3, 20, version=0, lend_stale=False)
     a, b, c = (table.place(np.append(np.arange(10), [tail, 0])) for tail in (11, 12, 13))
-    assert table.share() == []
+    assert share_all(table) == []
     assert table.fill((4, 8)) == (8, [Piece(a, 0, 8)])
-    assert table.share() == []
+    assert share_all(table) == []
     assert table.fill((4, 8)) == (4, [Piece(a, 8, 3)])
-    assert table.share() == [(a, b, 10), (a, c, 10)]
+    assert share_all(table) == [(a, b, 10), (a, c, 10)]
     assert table.fill((4, 8)) == (4, [Piece(b, 10, 1), Piece(c, 10, 1)])
-    assert table.ready.tolist() == [a, b, c]
+    assert table.to_fill == []
     assert (table.prefilled, table.reused) == (13, 20)
 
 
 def test_calls_go_on_alone_when_the_row_that_they_waited_for_is_freed():
     table = RowTable(2, 20, version=0, lend_stale=False)
     a, b = (table.place(np.append(np.arange(10), tail)) for tail in (11, 12))
-    table.share()
+    share_all(table)
     table.fill((4,))
     table.rest(a)
-    assert table.share() == [(a, b, 4)]
+    assert share_all(table) == [(a, b, 4)]
     assert table.fill((4,)) == (4, [Piece(b, 4, 4)])
 
 
 def fill_row(table: RowTable, prompt: np.ndarray) -> int:
     row = table.place(prompt)
-    while row in table.to_fill:
-        table.share()
+    while table.to_fill:
+        share_all(table)
         table.fill((16,))
     return row
+
+
+def share_all(table: RowTable) -> list[tuple[int, int, int]]:
+    return [move for row in table.to_fill for move in table.share(row)]
 
 
 # Calls that come and go.

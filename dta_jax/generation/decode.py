@@ -56,8 +56,10 @@ class Prefill(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """The first `length` keys of row `source` to row `target`, in this order: int32[n] each, of which `number`,
-    int32[], are real."""
+    """The first `length` keys of row `source` go to row `target`, in this order.
+
+    source, target, length: int32[n], of which `number`, int32[], are real.
+    """
 
     source: Any
     target: Any

@@ -325,12 +325,15 @@ class LocalGenerator:
 
     async def _round(self) -> None:
         """Fills rows as far as one dispatch goes; if then none is left to be filled, decodes."""
+        moves = [move for row in self._rows.to_fill for move in self._rows.share(row)]
         while self._waiting and self._rows.resting:
             call = self._waiting.popleft()
-            self._serving[self._rows.place(call.prompt)] = call
-        copies = self._device.copies(self._rows.share())
+            row = self._rows.place(call.prompt)
+            self._serving[row] = call
+            moves += self._rows.share(row)  # before the next call takes the row that it is copied from
+        copies = self._device.copies(moves)
         filling = self._device.filling(*self._rows.fill(self._device.widths), self._rows.context)
-        decoding = None if len(self._rows.to_fill) else self._decoding()
+        decoding = None if self._rows.to_fill else self._decoding()
         serving, version = dict(self._serving), self._version
         drawn = await self._on_worker(lambda: self._device.run(copies, filling, decoding))
         if drawn is None:

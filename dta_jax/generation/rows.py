@@ -6,9 +6,9 @@ lends its beginning to later calls, until the row is needed for another call. Th
     context[r, :known[r]]    tokens that the row's call knows of
     context[r, :cached[r]]   tokens whose keys lie in the cache; a row that decodes has all but the last
 
-`place` gives a call a row. `share` then finds the row with whom the call has the longest beginning in common.
-If that row is still being filled itself, as for a group of calls with one prompt, the call waits for it, so
-that a shared beginning is run once.
+`place` gives a call a row. `share` then finds the row with which the call has the longest beginning in
+common, to copy it. If that row is still being filled itself, as for a group of calls with one prompt, the
+call waits for it, so that a shared beginning is run once.
 
 Keys belong to the weights that made them. A row lends only what the present weights have made, unless
 `lend_stale`.
@@ -60,15 +60,10 @@ class RowTable:
         return not self._serves.all()
 
     @property
-    def to_fill(self) -> np.ndarray:
+    def to_fill(self) -> list[int]:
         """Rows whose call can't decode yet, in the order in which the calls came."""
         rows = np.flatnonzero(self._serves & (self.cached < self.known - 1))
-        return rows[np.argsort(self._placed[rows])]
-
-    @property
-    def ready(self) -> np.ndarray:
-        """Rows whose call can decode."""
-        return np.flatnonzero(self._serves & (self.cached == self.known - 1))
+        return rows[np.argsort(self._placed[rows])].tolist()
 
     def place(self, prompt: np.ndarray) -> int:
         """Gives a call with this prompt, int32[p], a row; some row must rest.
@@ -94,28 +89,29 @@ class RowTable:
         self._serves[row], self._matched[row] = True, len(whole) > 0
         return row
 
-    def share(self) -> list[tuple[int, int, int]]:
-        """Keys to be copied now, (source, target, length), in this order; the rows have them from now on."""
-        copies = []
-        for row in self.to_fill:
-            if self._matched[row]:
-                continue
-            prompt = self.context[row, : self.known[row]]
-            common = np.where(self._lends(), self._common(prompt), 0)
-            common[row] = self.cached[row]
-            filling = self._serves & (self._placed < self._placed[row])
-            promised = np.where(filling, np.minimum(common, self.known - 1), 0)
-            there = np.minimum(common, self.cached)
-            if promised.max() > there.max():
-                continue
-            self._matched[row] = True
-            source = int(there.argmax())
-            gained = int(there[source] - self.cached[row])
-            if gained:
-                copies.append((source, int(row), int(there[source])))
-                self.cached[row] = there[source]
-                self.reused += gained
-        return copies
+    def share(self, row: int) -> list[tuple[int, int, int]]:
+        """Looks for the row's source, once. Gives the keys to be copied, (source, target, length), or none.
+
+        The row has the keys from now on, so copies must run in the order in which they were given, before
+        anything is prefilled. A row that waits is to be asked again.
+        """
+        if self._matched[row]:
+            return []
+        common = np.where(self._lends(), self._common(self.context[row, : self.known[row]]), 0)
+        common[row] = self.cached[row]
+        earlier = self._serves & (self._placed < self._placed[row])
+        promised = np.where(earlier, np.minimum(common, self.known - 1), 0)
+        there = np.minimum(common, self.cached)
+        if promised.max() > there.max():
+            return []
+        self._matched[row] = True
+        source = int(there.argmax())
+        length, gained = int(there[source]), int(there[source] - self.cached[row])
+        if not gained:
+            return []
+        self.cached[row] = length
+        self.reused += gained
+        return [(source, row, length)]
 
     def fill(self, widths: tuple[int, ...]) -> tuple[int, list[Piece]]:
         """What to prefill next: a width, and pieces of at most this width, as many as there are.
@@ -123,7 +119,7 @@ class RowTable:
         The first row that is not filled chooses the width, the smallest of `widths` (ascending) that
         holds what it lacks. Rows have the pieces from now on. No pieces: nothing can be prefilled.
         """
-        rows = [int(row) for row in self.to_fill if self._matched[row]]
+        rows = [row for row in self.to_fill if self._matched[row]]
         lacks = [int(self.known[row] - 1 - self.cached[row]) for row in rows]
         chosen = [next((width for width in widths if width >= lack), widths[-1]) for lack in lacks]
         pieces = [
