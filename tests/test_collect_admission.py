@@ -106,6 +106,8 @@ def test_a_batch_can_wait_for_all_that_was_meant_for_it():
     assert start_all(a) == [Place(1, 2)]
     a.accept(group(Place(1, 2)))
     assert [g.place for g in a.take(1, wait=True)] == [Place(1, 1), Place(1, 2)]
+    assert a.take(3, wait=True) is None, "the groups of step 3 did not even start"
+    assert [g.place for g in a.take(2, wait=True)] == [Place(2, 0), Place(2, 1)]
 
 
 def test_a_rejected_group_is_replaced_in_its_own_step():

@@ -133,6 +133,9 @@ def test_generation_goes_ahead_while_the_trainer_works_and_no_further_than_allow
             time.sleep(0.02)
             assert len(environment.tasks) == allowed
             c.publish(None, step)
+            if staleness == 0:
+                time.sleep(0.02)
+                assert len(environment.tasks) == allowed, "the next batch was not asked for yet"
 
 
 def faults(share: float):
