@@ -27,7 +27,7 @@ import numpy as np
 from dta_jax.balance_baselines import dfs_contiguous, ffd_tokens, ffd_tree
 from dta_jax.balance_cost import RowCost, ScheduleCost, rank_trie
 from dta_jax.balance_report import BalanceReport
-from dta_jax.balance_search import refine, search
+from dta_jax.balance_search import Effort, refine, search
 from dta_jax.balance_tree import CostTree, cost_tree, leaf_of_sequences
 from dta_jax.errors import InputError
 from dta_jax.types import Trie
@@ -50,6 +50,7 @@ METHODS: Final[dict[str, Callable[[CostTree, int], np.ndarray]]] = {
     "dfs_contiguous": dfs_contiguous,
 }
 AUTO: Final = "auto"
+_COMPILED: Final = 16  # times the trie's rows that the search by compiled costs compiles at most
 _PLAUSIBLE: Final = 1.1  # a candidate is compiled if its estimate is at most this times the best one's
 
 
@@ -116,7 +117,8 @@ def balance(
     if isinstance(cost, ScheduleCost):
         total = compiled(np.ones(len(tree.leaf), bool))
         if method == AUTO:
-            owner, load = refine(tree, owner, load, compiled)
+            compiled.effort = Effort(_COMPILED * trie.num_rows)
+            owner, load = refine(tree, owner, load, compiled, compiled.effort)
     else:
         total = float(tree.cost.sum())
     rank = owner[leaf_of].astype(np.int32)
@@ -128,10 +130,12 @@ class _Compiled:
 
     def __init__(self, trie: Trie, cost: ScheduleCost, row_cost: np.ndarray, leaf_of: np.ndarray):
         self._trie, self._cost, self._row_cost, self._leaf_of = trie, cost, row_cost, leaf_of
+        self.effort = Effort()
 
     def __call__(self, leaves: np.ndarray) -> float:
         """Cost of one rank that has these leaves, bool[J]."""
         part, row = rank_trie(self._trie, np.flatnonzero(leaves[self._leaf_of]))
+        self.effort.spend(part.num_rows, calls=0)
         return self._cost.of(part, self._row_cost[row]) if part.num_rows else 0.0
 
     def loads(self, owner: np.ndarray, num_ranks: int) -> np.ndarray:

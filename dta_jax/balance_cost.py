@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 
 from dta_jax.balance_tree import running_sum
 from dta_jax.errors import InputError
+from dta_jax.planner import DEFAULT_COST, CostModel
 from dta_jax.schedule import compile_schedule
 from dta_jax.types import BACK, NO_PARENT, Trie
-
-BACK_OVER_PUSH: Final = 3.0  # BACK runs forward and, per weight, two more products; PUSH runs forward
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +26,12 @@ class RowCost:
     token: float = 1.0
     pair: float = 0.0
     rows: np.ndarray | None = None
+
+    @classmethod
+    def forward(cls, cost: CostModel, trie: Trie, entry_row: np.ndarray) -> RowCost:
+        """What the rows cost forward by the planner's model; `entry_row` int[E] is each entry's row."""
+        entries = np.bincount(entry_row, minlength=trie.num_rows)
+        return cls(pair=cost.attention, rows=cost.entry * entries)
 
     def of(self, trie: Trie) -> np.ndarray:
         """float64[T], the cost of every row.
@@ -51,27 +55,32 @@ class RowCost:
 class ScheduleCost:
     """Cost of all that a rank's schedule runs, pushes and padding included.
 
-    `sum over operations of w * (sum over their rows of cost + token * padding)`, with w = 3 for BACK and
-    1 for PUSH. Entries do not cut chunks here.
+    `sum over operations of w * (launch + sum over their rows of cost + token * padding)`, with w, the weight
+    of BACK or PUSH, and launch from the planner's model; the rest of that model is in `row`.
 
     Attributes:
       chunk_size: C of the schedules.
       strategy: the planner's strategy.
-      row: forward cost of a row. It is also what the search goes by between compilations.
+      row: forward cost of a row (`RowCost.forward`). It is also what the search goes by between compilations.
+      cost: the planner's model; it also plans by it.
     """
 
     chunk_size: int
     strategy: str = "packed"
     row: RowCost = field(default_factory=RowCost)
+    cost: CostModel = DEFAULT_COST
 
     def of(self, trie: Trie, row_cost: np.ndarray) -> float:
         """The cost of running `trie`, whose rows cost `row_cost` float64[T], on one rank."""
-        no_entries = np.zeros(0, np.int32)
-        table = compile_schedule(trie, no_entries, chunk_size=self.chunk_size, strategy=self.strategy)
-        weight = np.where(table.kind == BACK, BACK_OVER_PUSH, 1.0)
+        no_entries, cost = np.zeros(0, np.int32), self.cost
+        table = compile_schedule(
+            trie, no_entries, chunk_size=self.chunk_size, strategy=self.strategy, cost=cost
+        )
+        backward = cost.backward - cost.push * table.keep_residuals
+        weight = np.where(table.kind == BACK, backward, cost.push)
         rows = np.diff(running_sum(row_cost[table.row])[table.offset])
         padding = table.width - np.diff(table.offset)
-        return float(weight @ (rows + self.row.token * padding))
+        return float(weight @ (cost.launch + rows + self.row.token * padding))
 
 
 def rank_trie(trie: Trie, sequences: np.ndarray) -> tuple[Trie, np.ndarray]:

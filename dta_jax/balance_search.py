@@ -314,7 +314,11 @@ def _repair(partition: Partition, ranks: tuple[int, ...], tried: set[bytes]) -> 
 
 
 def refine(
-    tree: CostTree, owner: np.ndarray, cost: np.ndarray, measure: Callable[[np.ndarray], float]
+    tree: CostTree,
+    owner: np.ndarray,
+    cost: np.ndarray,
+    measure: Callable[[np.ndarray], float],
+    effort: Effort | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Exchanges subtrees by costs that are not additive, but near a multiple of the additive ones.
 
@@ -326,6 +330,7 @@ def refine(
       owner: int64[J], the rank of each leaf.
       cost: float64[K], measured cost of each rank.
       measure: the cost of a rank from its leaves, bool[J].
+      effort: ends the search when it is spent; `measure` spends it. None for no end but the search's own.
 
     Returns:
       The new owners and their measured costs.
@@ -338,6 +343,8 @@ def refine(
         loaded = partition.load > 0
         partition.scale = np.where(loaded, cost / np.where(loaded, partition.load, 1.0), usual)
         for exchange in partition.exchanges(heaviest)[:_PROPOSALS]:
+            if effort is not None and effort.spent:
+                return partition.owner, cost
             pair, before = [exchange.a, exchange.b], partition.owner.copy()
             partition.apply(exchange)
             measured = np.array([measure(partition.owner == r) for r in pair])

@@ -16,10 +16,10 @@ from typing import Any, Final, NamedTuple
 import jax
 import numpy as np
 
-from dta_jax.balance import AUTO, Assignment, balance, rank_trie
+from dta_jax.balance import AUTO, Assignment, RowCost, ScheduleCost, balance, rank_trie
 from dta_jax.errors import InputError
 from dta_jax.model import DecoderModel, Params
-from dta_jax.planner import CostModel, widths
+from dta_jax.planner import DEFAULT_COST, CostModel, widths
 from dta_jax.schedule import compile_schedule
 from dta_jax.segment import Rows, num_keys
 from dta_jax.tree_inputs import Entries, Op, entry_capacity, host_inputs
@@ -91,13 +91,15 @@ def plan_ranks(
       num_ranks: K.
       chunk_size, strategy: as in `compile_schedule`.
       stack_slots: S, to keep a compiled shape; 0 takes what the longest of the ranks needs.
-      cost: what the planner weighs; `CostModel()` if None.
+      cost: what the planner weighs, and the balancer, as `ScheduleCost`; `CostModel()` if None.
       method: the balancer's.
 
     Raises:
       InputError: see `balance` and `compile_schedule`.
     """
-    assignment = balance(trie, num_ranks, method=method)
+    cost = cost or DEFAULT_COST
+    rows_cost = RowCost.forward(cost, trie, entry_row)
+    assignment = balance(trie, num_ranks, ScheduleCost(chunk_size, strategy, rows_cost, cost), method)
     entry_rank = assignment.rank[entry_sequence]
     entries = tuple(np.flatnonzero(entry_rank == k) for k in range(num_ranks))
     parts = []

@@ -25,9 +25,11 @@ Span = tuple[int, int]
 class CostModel:
     """What an operation costs, in forward passes of one row; the planner weighs its choices by it.
 
-    An operation of W rows (padding included) whose rows see p keys in all costs
+    An operation of W rows (padding included) that see p keys in all, and of e entries, costs
 
-        weight * (launch + W + attention * p),   weight = `backward` for BACK, `push` for PUSH
+        weight * (launch + W + attention * p + entry * e),   weight = `backward` for BACK, `push` for PUSH
+
+    `dta_jax.cost_fit` measures the machine's own.
 
     Attributes:
       backward: BACK runs forward, and two products for every one of the forward pass.
@@ -35,12 +37,15 @@ class CostModel:
       attention: a visible query-key pair over a row; 0 leaves context length out of account.
       launch: what every operation costs, in rows. BACK touches every gradient, PUSH every weight: on a GPU
         that takes as long as the arithmetic of a few hundred rows.
+      entry: an entry's way through the head over a row. Plans do not differ in it; predicted times and
+        loads of ranks do.
     """
 
     backward: float = 3.0
     push: float = 1.0
     attention: float = 0.0
     launch: float = 256.0
+    entry: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

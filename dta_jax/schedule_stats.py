@@ -61,17 +61,29 @@ def stack_heights(schedule: Schedule) -> np.ndarray:
 
 
 def cost_terms(schedule: Schedule) -> np.ndarray:
-    """float64[O, 3], per operation: 1, rows executed, and visible query-key pairs.
+    """float64[O, 4], per operation: 1, rows executed, visible query-key pairs, and entries evaluated.
 
     An operation's cost is linear in them (`CostModel`): measured seconds of operations, regressed on these
-    terms for each kind, give the machine's model.
+    terms, give the machine's model (`dta_jax.cost_fit`).
     """
     sees = np.append(0, np.cumsum(schedule.trie.depth[schedule.row] + 1.0))[schedule.offset]
-    return np.stack([np.ones(schedule.num_ops), schedule.width, np.diff(sees)], axis=1)
+    entries = np.diff(schedule.entry_offset)
+    return np.stack([np.ones(schedule.num_ops), schedule.width, np.diff(sees), entries], axis=1)
+
+
+def operation_costs(
+    terms: np.ndarray, kind: np.ndarray, cost: CostModel, *, keep_residuals: bool = False
+) -> np.ndarray:
+    """float64[O], forward passes of one row, of operations with these `cost_terms` and kinds.
+
+    With kept residuals, BACK is taken to save a PUSH.
+    """
+    backward = cost.backward - cost.push * keep_residuals
+    weight = np.where(kind == BACK, backward, cost.push)
+    return weight * (terms @ np.array([cost.launch, 1.0, cost.attention, cost.entry]))
 
 
 def schedule_cost(schedule: Schedule, cost: CostModel) -> float:
-    """The sum of all operations' costs, in forward passes of one row; kept residuals save BACK one."""
-    backward = cost.backward - cost.push * schedule.keep_residuals
-    weight = np.where(schedule.kind == BACK, backward, cost.push)
-    return float(weight @ cost_terms(schedule) @ np.array([cost.launch, 1.0, cost.attention]))
+    """The sum of all operations' costs, in forward passes of one row."""
+    terms, keep = cost_terms(schedule), schedule.keep_residuals
+    return float(operation_costs(terms, schedule.kind, cost, keep_residuals=keep).sum())

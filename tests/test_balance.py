@@ -12,6 +12,7 @@ from dta_jax.balance_baselines import dfs_contiguous, ffd_tokens, ffd_tree
 from dta_jax.balance_search import Effort, Partition, descend, place_subtrees, refine, search
 from dta_jax.balance_tree import cost_tree, leaf_of_sequences
 from dta_jax.errors import InputError
+from dta_jax.planner import CostModel
 from dta_jax.rollouts import samples_from_rollouts
 from dta_jax.schedule import compile_schedule
 from dta_jax.synthetic import SyntheticRollouts, generate_rollouts
@@ -267,6 +268,7 @@ def test_schedule_cost_counts_padding_and_three_times_backward():
     table = compile_schedule(trie, np.zeros(0, np.int32), chunk_size=4)
     cost = ScheduleCost(chunk_size=4)
     want = 3.0 * table.backward_tokens_executed + table.forward_tokens_executed
+    want += CostModel().launch * (1 + 2 * table.kind).sum()
     assert cost.of(trie, np.ones(6)) == want
     # Every row once more for each visible pair: by hand over the table.
     weight = np.repeat(np.where(table.kind == 1, 3.0, 1.0), np.diff(table.offset))

@@ -130,7 +130,7 @@ def test_statistics_of_a_plan_counted_by_hand():
     assert stats.peak_stack_rows == 3
     assert stack_heights(schedule).tolist() == [3, 3, 2, 0]
     pairs = [1 + 2 + 3, 4 + 5 + 6 + 7, 3 + 3 + 4 + 5, 1 + 2]
-    assert cost_terms(schedule).tolist() == [[1, w, p] for w, p in zip([4, 4, 4, 2], pairs, strict=True)]
+    assert cost_terms(schedule).tolist() == [[1, w, p, 0] for w, p in zip([4, 4, 4, 2], pairs, strict=True)]
     cost = CostModel(backward=3, push=1, attention=0.5, launch=10)
     assert schedule_cost(schedule, cost) == (14 + 3) + 3 * (14 + 11) + 3 * (14 + 7.5) + 3 * (12 + 1.5)
 
