@@ -9,16 +9,18 @@ For hidden state h, head W, temperature T and token y, with z = W h / T and p = 
 
 `evaluate_block` gives both and keeps the log-probabilities of one block, [B, V]; `pull_block` takes the
 cotangents back to h and W. The tree engine runs the two with the loss between them, block by block, so
-nothing of size E x V exists. `logprob_entropy` is the same as one differentiable function.
+nothing of size E x V exists. `LMHead` is the two behind the protocol of `dta_jax.model`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from dta_jax.model import Numbers, Params, head_weights
 from dta_jax.tensor_axis import local_index, logsumexp, total
 from dta_jax.types import accumulator_dtype
 
@@ -75,26 +77,47 @@ def pull_block(
     return total(dh, axis), jnp.einsum("bv,bd->vd", dz, h, preferred_element_type=p.dtype)
 
 
-@jax.custom_vjp
-def logprob_entropy(
-    h: jax.Array, head: jax.Array, token: jax.Array, temperature: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Log-probability [B] and entropy [B] of `evaluate_block`, differentiable in h and head."""
-    block = evaluate_block(h, head, token, temperature)
-    return block.logp, block.entropy
+@dataclass(frozen=True)
+class LMHead:
+    """`dta_jax.model.Head` of a policy: log-probability and entropy, no value."""
 
+    @property
+    def gives_logp(self) -> bool:
+        return True
 
-def _logprob_entropy_fwd(
-    h: jax.Array, head: jax.Array, token: jax.Array, temperature: jax.Array
-) -> tuple[tuple[jax.Array, jax.Array], tuple]:
-    return logprob_entropy(h, head, token, temperature), (h, head, token, temperature)
+    @property
+    def gives_value(self) -> bool:
+        return False
 
+    def weights(self, params: Params) -> Params:
+        """The matrix, under the name that it has: "head", or "embed" when they are tied."""
+        name = "head" if "head" in params else "embed"
+        return {name: params[name]}
 
-def _logprob_entropy_bwd(saved: tuple, cotangents: tuple[jax.Array, jax.Array]) -> tuple:
-    h, head, token, temperature = saved
-    block = evaluate_block(h, head, token, temperature)
-    dh, d_head = pull_block(block, h, head, token, temperature, *cotangents)
-    return dh.astype(h.dtype), d_head.astype(head.dtype), None, None
+    def evaluate(
+        self,
+        weights: Params,
+        h: jax.Array,
+        token: jax.Array,
+        temperature: jax.Array,
+        axis: str | None = None,
+    ) -> tuple[Numbers, HeadBlock]:
+        """See `Head.evaluate`."""
+        block = evaluate_block(h, head_weights(weights), token, temperature, axis)
+        return Numbers(block.logp, block.entropy), block
 
-
-logprob_entropy.defvjp(_logprob_entropy_fwd, _logprob_entropy_bwd)
+    def pull(
+        self,
+        weights: Params,
+        h: jax.Array,
+        token: jax.Array,
+        temperature: jax.Array,
+        found: HeadBlock,
+        cotangents: Numbers,
+        axis: str | None = None,
+    ) -> tuple[jax.Array, Params]:
+        """See `Head.pull`."""
+        ((name, matrix),) = weights.items()
+        d_logp, d_entropy = cotangents.logp, cotangents.entropy
+        dh, d_matrix = pull_block(found, h, matrix, token, temperature, d_logp, d_entropy, axis)
+        return dh, {name: d_matrix}

@@ -18,6 +18,7 @@ Values that an entry may carry (each loss lists what it needs in `required`):
     prox_logp   log-probability under the weights before this batch's first update, recomputed
     ref_logp    log-probability under a frozen reference model
     return, old_value   of a critic: what it should say, and what it said when the batch began
+    value       what the critic says now, differentiable: models with a value head put it there
     weight, temperature   reserved: used by the engine, never by a token loss
 
 No finite input makes a NaN gradient: ratios are clipped as logarithms, and where a published loss has
@@ -263,30 +264,43 @@ class EntropyBonus:
 
 @dataclass(frozen=True)
 class ValueClip:
-    """A critic's loss: `max((v - R)^2, (clip(v, v_old - eps, v_old + eps) - R)^2) / 2`.
+    """A critic's loss: `coef * max((v - R)^2, (clip(v, v_old - eps, v_old + eps) - R)^2) / 2`.
 
-    The critic's value v takes the place of the log-probability; R is entry["return"] and v_old
-    entry["old_value"]. With eps None it is the squared error alone.
+    v is entry["value"], which models with a value head give (`dta_jax.value_model`), R is entry["return"] and
+    v_old entry["old_value"]. Without eps it is the squared error alone. Log-probability and entropy are not
+    read, so in a `Sum` it trains a value head beside the policy.
+
+    Attributes:
+      eps: how far v may move from v_old before the loss stops rewarding it; None for no bound.
+      coef: weight of the loss.
 
     Source: the implementation that came with PPO, described in Engstrom et al. 2020 (arXiv 2005.12729).
     """
 
     eps: float | None = 0.2
+    coef: float = 1.0
 
     def __post_init__(self) -> None:
         check(self, "eps", self.eps is None or 0 <= self.eps < math.inf, "None or a number of at least 0")
+        check(self, "coef", 0 <= self.coef < math.inf, "a number of at least 0")
 
     @property
     def required(self) -> tuple[str, ...]:
         return ("return",) if self.eps is None else ("return", "old_value")
 
-    def __call__(self, value: jax.Array, entropy: jax.Array, entry: Entry) -> jax.Array:
+    def __call__(self, logp: jax.Array, entropy: jax.Array, entry: Entry) -> jax.Array:
+        if "value" not in entry:
+            hint = "train dta_jax.value_model.ValueModel"
+            raise InputError(
+                "ValueClip", "value", expected="a model with a value head", actual="none", hint=hint
+            )
+        value = entry["value"]
         error = value - entry["return"]
         if self.eps is not None:
             old = entry["old_value"]
             clipped = _clip(value, old - self.eps, old + self.eps) - entry["return"]
             error = jnp.where(jnp.abs(clipped) > jnp.abs(error), clipped, error)
-        return error**2 / 2
+        return self.coef * error**2 / 2
 
 
 PolicyLoss: TypeAlias = PolicyGradient | PPOClip | CISPO | SAPO

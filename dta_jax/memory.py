@@ -8,9 +8,10 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
+from dta_jax.entry_blocks import LossFn
 from dta_jax.model import DecoderModel, Params
 from dta_jax.segment import empty_residuals, num_keys
-from dta_jax.tree_grad import LossFn, back_kept_step, back_step, push_keeping_step, push_step, start
+from dta_jax.tree_grad import back_kept_step, back_step, push_keeping_step, push_step, start
 from dta_jax.tree_inputs import prepare
 from dta_jax.types import PUSH, Schedule
 

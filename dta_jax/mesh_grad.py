@@ -30,8 +30,9 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 
+from dta_jax.entry_blocks import LossFn, Outputs
 from dta_jax.mesh_plan import MeshPlan, Operations, branches, stack_operations
-from dta_jax.model import DecoderModel, Params
+from dta_jax.model import DecoderModel, Numbers, Params, require_policy
 from dta_jax.segment import num_keys
 from dta_jax.sharding import (
     DATA,
@@ -44,7 +45,7 @@ from dta_jax.sharding import (
     ranks_sharding,
     split_over,
 )
-from dta_jax.tree_grad import LossFn, Outputs, back, in_callers_order, push, start, start_forward
+from dta_jax.tree_grad import back, in_callers_order, push, start, start_forward
 from dta_jax.tree_inputs import Entries, Op
 from dta_jax.types import BACK
 
@@ -74,14 +75,19 @@ class MeshResult:
         return everywhere(self.outputs.executed).sum(axis=0)
 
     @property
+    def numbers(self) -> Numbers:
+        """[E] what the head found for each entry, in the caller's order. Waits for the devices."""
+        return _merged_numbers(self.outputs, self.plan)
+
+    @property
     def logp(self) -> np.ndarray:
         """[E] log-probability of each entry, in the caller's order. Waits for the devices."""
-        return merge_ranks(self.outputs.logp, self.plan)
+        return merge_ranks(self.outputs.numbers.logp, self.plan)
 
     @property
     def entropy(self) -> np.ndarray:
         """[E] entropy of each entry's distribution, in the caller's order. Waits for the devices."""
-        return merge_ranks(self.outputs.entropy, self.plan)
+        return merge_ranks(self.outputs.numbers.entropy, self.plan)
 
 
 def mesh_value_and_grad(
@@ -135,6 +141,28 @@ def lower_value_and_grad(
     return _value_and_grad.lower(program, loss_fn, params, operations, entries)
 
 
+def mesh_forward(
+    mesh: Mesh,
+    model: DecoderModel,
+    params: Params,
+    plan: MeshPlan,
+    *,
+    temperature: np.ndarray | None = None,
+    entry_capacity: int = 0,
+    max_operations: int = 0,
+) -> Numbers:
+    """What the head finds for every entry, [E], by the gradient's own operations, run forward only.
+
+    Args: as in `mesh_value_and_grad` and `tree_forward`.
+    """
+    values = {"weight": np.ones(plan.num_entries)}
+    if temperature is not None:
+        values["temperature"] = temperature
+    operations, entries = _placed(mesh, model, params, plan, values, entry_capacity, max_operations)
+    outputs = _forward(_Program.of(mesh, model, params, plan), params, operations, entries)
+    return _merged_numbers(outputs, plan)
+
+
 def mesh_logprobs(
     mesh: Mesh,
     model: DecoderModel,
@@ -145,16 +173,15 @@ def mesh_logprobs(
     entry_capacity: int = 0,
     max_operations: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probability [E] and entropy [E] of every entry by the gradient's own operations, run forward only.
+    """Log-probability [E] and entropy [E] of every entry: `mesh_forward` of a policy, arguments as there.
 
-    Args: as in `mesh_value_and_grad` and `tree_logprobs`.
+    Raises:
+      InputError: the model has no LM head.
     """
-    values = {"weight": np.ones(plan.num_entries)}
-    if temperature is not None:
-        values["temperature"] = temperature
-    operations, entries = _placed(mesh, model, params, plan, values, entry_capacity, max_operations)
-    outputs = _logprobs(_Program.of(mesh, model, params, plan), params, operations, entries)
-    return merge_ranks(outputs.logp, plan), merge_ranks(outputs.entropy, plan)
+    require_policy(model)
+    buckets: Any = {"entry_capacity": entry_capacity, "max_operations": max_operations}
+    numbers = mesh_forward(mesh, model, params, plan, temperature=temperature, **buckets)
+    return numbers.logp, numbers.entropy
 
 
 def merge_ranks(collected: jax.Array, plan: MeshPlan) -> np.ndarray:
@@ -163,6 +190,10 @@ def merge_ranks(collected: jax.Array, plan: MeshPlan) -> np.ndarray:
     for schedule, mine, row in zip(plan.schedules, plan.entries, everywhere(collected), strict=True):
         result[mine] = in_callers_order(row, schedule)
     return result
+
+
+def _merged_numbers(outputs: Outputs, plan: MeshPlan) -> Numbers:
+    return jax.tree.map(functools.partial(merge_ranks, plan=plan), outputs.numbers)
 
 
 def everywhere(array: jax.Array) -> np.ndarray:
@@ -243,7 +274,7 @@ def _value_and_grad(
 
 
 @functools.partial(jax.jit, static_argnames="program")
-def _logprobs(program: _Program, params: Params, operations: Operations, entries: Entries) -> Outputs:
+def _forward(program: _Program, params: Params, operations: Operations, entries: Entries) -> Outputs:
     ranks = physical(["ranks"])
 
     def run(params: Params, operations: Operations, entries: Entries) -> Outputs:

@@ -8,24 +8,97 @@ halves of a layer around the attention that the engine runs:
     for each layer:   q, k, v = model.qkv(layer, x, position)
                       o = attention(q; k, v of the row's ancestors and of the row itself)
                       x = model.mix(layer, x, o)
-    h = model.final(params["final"], x);   logits = h @ head.T
+    h = model.final(params["final"], x)
+    numbers of the entries whose parent is the row = model.head of h
 
 Parameters are one dictionary:
 
     embed   [V, D]
     layers  any pytree whose leaves are stacked over layers: [L, ...]
     final   any pytree (the last norm)
-    head    [V, D]; absent when the model's head is its embedding ("tied")
+
+and what the head reads beside them: `head` [V, D] of an LM head, absent when that is the embedding
+("tied"); `value` [D] of a value head (`dta_jax.value_model`).
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 
+from dta_jax.errors import InputError
+
 Params: TypeAlias = dict[str, Any]
 LayerParams: TypeAlias = Any
+
+
+class Numbers(NamedTuple):
+    """What a head finds for entries, one number per entry each; or the cotangents of that.
+
+    logp: log-probability of the entry's token, nats; 0 where the model has no LM head.
+    entropy: of the distribution that the token was drawn from, nats; 0 where the model has no LM head.
+    value: the critic's value of the state before the token; None where the model has no value head.
+    """
+
+    logp: Any
+    entropy: Any
+    value: Any = None
+
+
+class Head(Protocol):
+    """What reads the numbers of entries off the hidden states of their parent rows. Hashable, as models are.
+
+    Weights are those parameters that the head reads, in a dictionary under their own names.
+    """
+
+    @property
+    def gives_logp(self) -> bool:
+        """Whether `Numbers.logp` and `Numbers.entropy` are a policy's; they are 0 if not."""
+
+    @property
+    def gives_value(self) -> bool:
+        """Whether `Numbers.value` is there."""
+
+    def weights(self, params: Params) -> Params:
+        """The head's own of all parameters, or of a gradient in their layout."""
+
+    def evaluate(
+        self,
+        weights: Params,
+        h: jax.Array,
+        token: jax.Array,
+        temperature: jax.Array,
+        axis: str | None = None,
+    ) -> tuple[Numbers, Any]:
+        """The numbers of B entries.
+
+        Args:
+          weights: from `weights`.
+          h: [B, D] hidden states of the entries' parents.
+          token: int32[B], below V.
+          temperature: float[B], above 0.
+          axis: the model's `tensor_axis`; h is whole on all of its devices.
+
+        Returns:
+          Numbers [B], in float32 at least, and what `pull` needs of them.
+        """
+
+    def pull(
+        self,
+        weights: Params,
+        h: jax.Array,
+        token: jax.Array,
+        temperature: jax.Array,
+        found: Any,
+        cotangents: Numbers,
+        axis: str | None = None,
+    ) -> tuple[jax.Array, Params]:
+        """The vjp of `evaluate`: cotangents [B] -> dh [B, D], whole on all devices, and those of the weights.
+
+        `found` is the second result of `evaluate`. Results are in float32 at least; entries with zero
+        cotangents add exactly nothing.
+        """
 
 
 @runtime_checkable
@@ -65,6 +138,10 @@ class DecoderModel(Protocol):
     def attention_scale(self) -> float:
         """Factor on q . k before the softmax."""
 
+    @property
+    def head(self) -> Head:
+        """What losses read of the final hidden states."""
+
     def init(self, key: jax.Array) -> Params:
         """Random parameters in the layout above, in the model's parameter dtype."""
 
@@ -86,7 +163,7 @@ class DecoderModel(Protocol):
         """The layer from its attention output on: x [C, D], o [C, H, head_dim] -> [C, D]."""
 
     def final(self, params: Any, x: jax.Array) -> jax.Array:
-        """The last norm: x [C, D] -> hidden states [C, D] that the head multiplies."""
+        """The last norm: x [C, D] -> hidden states [C, D] that the head reads."""
 
     def split(self, axis: str, size: int) -> DecoderModel:
         """The model as one of `size` devices along a mesh axis computes it, with the collectives of
@@ -100,6 +177,17 @@ class DecoderModel(Protocol):
         """A tuple per parameter that names its dimensions; `dta_jax.sharding.RULES` lists the names."""
 
 
+def require_policy(model: DecoderModel) -> None:
+    """Refuses to take a critic's zeros for log-probabilities.
+
+    Raises:
+      InputError: the model has no LM head.
+    """
+    if not model.head.gives_logp:
+        hint = "values are in the numbers of tree_forward or mesh_forward"
+        raise InputError("model", "head", expected="an LM head", actual=repr(model.head), hint=hint)
+
+
 def head_weights(params: Params) -> jax.Array:
-    """The LM head, [V, D]: `params["head"]`, or the embedding when they are tied."""
+    """The LM head's matrix, [V, D]: `params["head"]`, or the embedding when they are tied."""
     return params["head"] if "head" in params else params["embed"]

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from dta_jax.errors import InputError
+from dta_jax.lm_head import LMHead
 from dta_jax.model import LayerParams, Params
 from dta_jax.rope import RopeScaling, rotate
 from dta_jax.tensor_axis import enter, leave
@@ -289,6 +290,10 @@ class Qwen3:
     @property
     def attention_scale(self) -> float:
         return self.config.head_dim**-0.5
+
+    @property
+    def head(self) -> LMHead:
+        return LMHead()
 
     def init(self, key: jax.Array) -> Params:
         """Random parameters: matrices normal with `initializer_range`, norms 1, biases 0."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,9 @@ import numpy as np
 
 from dta_jax import memory
 from dta_jax.attention import attend, attend_dense
-from dta_jax.lm_head import evaluate_block, logprob_entropy
-from dta_jax.model import DecoderModel, LayerParams, Params, head_weights
+from dta_jax.entry_blocks import LossFn, entry_loss
+from dta_jax.model import DecoderModel, Head, LayerParams, Numbers, Params, head_weights
 from dta_jax.segment import zero_gradients
-from dta_jax.tree_grad import LossFn
 from dta_jax.tree_inputs import HEAD_BLOCK
 from dta_jax.types import Samples, accumulator_dtype
 
@@ -32,12 +31,21 @@ ATTENTION: Final[Mapping[str, Callable[..., jax.Array]]] = {"dense": attend_dens
 
 @dataclass(frozen=True)
 class DenseResult:
-    """loss [], grads in the layout of the parameters, logp [E] and entropy [E] in the caller's order."""
+    """loss [], grads in the layout of the parameters, numbers [E] in the caller's order."""
 
     loss: jax.Array
     grads: Params
-    logp: np.ndarray
-    entropy: np.ndarray
+    numbers: Numbers
+
+    @property
+    def logp(self) -> np.ndarray:
+        """[E] log-probability of each entry."""
+        return self.numbers.logp
+
+    @property
+    def entropy(self) -> np.ndarray:
+        """[E] entropy of each entry's distribution."""
+        return self.numbers.entropy
 
 
 def dense_hidden(
@@ -92,11 +100,13 @@ def dense_value_and_grad(
     """
     acc = accumulator_dtype(params["embed"].dtype)
     grads, loss = zero_gradients(params), jnp.zeros((), acc)
-    logp, entropy = np.zeros(len(samples.sequence), acc), np.zeros(len(samples.sequence), acc)
+    fields = Numbers._fields if model.head.gives_value else Numbers._fields[:2]
+    numbers = Numbers(**{name: np.zeros(len(samples.sequence), acc) for name in fields})
     for mine, batch in _one_by_one(samples, pad_to, acc):
         loss, grads, found = _add_sequence(model, loss_fn, params, loss, grads, *batch, attention, remat)
-        logp[mine], entropy[mine] = (np.asarray(a)[: len(mine)] for a in found)
-    return DenseResult(loss, grads, logp, entropy)
+        for all_numbers, some in zip(jax.tree.leaves(numbers), jax.tree.leaves(found), strict=True):
+            all_numbers[mine] = np.asarray(some)[: len(mine)]
+    return DenseResult(loss, grads, numbers)
 
 
 def peak_bytes(
@@ -160,25 +170,46 @@ def _add_sequence(
     entry: dict[str, jax.Array],
     attention: Attention,
     remat: bool,
-) -> tuple[jax.Array, Params, tuple[jax.Array, jax.Array]]:
-    def sequence_loss(params: Params) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+) -> tuple[jax.Array, Params, Numbers]:
+    def sequence_loss(params: Params) -> tuple[jax.Array, Numbers]:
         h = dense_hidden(model, params, tokens, attention=attention, remat=remat)
-        logp, entropy = _entry_logprobs(h[position - 1], params, tokens[position], entry["temperature"])
-        losses = jax.vmap(loss_fn)(logp, entropy, entry)
-        return jnp.where(entry["weight"] != 0, entry["weight"] * losses, 0).sum(), (logp, entropy)
+        numbers = _entry_numbers(model.head, h[position - 1], params, tokens[position], entry["temperature"])
+        losses = jax.vmap(functools.partial(entry_loss, loss_fn))(numbers, entry)
+        return jnp.where(entry["weight"] != 0, entry["weight"] * losses, 0).sum(), numbers
 
     (value, found), d = jax.value_and_grad(sequence_loss, has_aux=True)(params)
     return loss + value, jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, d), found
 
 
-def _entry_logprobs(
-    h: jax.Array, params: Params, token: jax.Array, temperature: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _entry_numbers(
+    head: Head, h: jax.Array, params: Params, token: jax.Array, temperature: jax.Array
+) -> Numbers:
     """Plain autodiff for few entries; blocks, recomputed in the backward pass, for many."""
-    head = head_weights(params)
+    weights = head.weights(params)
     if len(token) <= HEAD_BLOCK or len(token) % HEAD_BLOCK:
-        block = evaluate_block(h, head, token, temperature)
-        return block.logp, block.entropy
+        return head.evaluate(weights, h, token, temperature)[0]
     blocks = jax.tree.map(lambda a: a.reshape(-1, HEAD_BLOCK, *a.shape[1:]), (h, token, temperature))
-    logp, entropy = jax.lax.map(lambda b: logprob_entropy(b[0], head, b[1], b[2]), blocks)
-    return logp.reshape(-1), entropy.reshape(-1)
+    numbers = jax.lax.map(lambda block: recomputed_numbers(head, weights, *block), blocks)
+    return jax.tree.map(lambda a: a.reshape(-1), numbers)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def recomputed_numbers(
+    head: Head, weights: Params, h: jax.Array, token: jax.Array, temperature: jax.Array
+) -> Numbers:
+    """`Head.evaluate` as one function, differentiable in weights and h, that keeps neither logits nor p."""
+    return head.evaluate(weights, h, token, temperature)[0]
+
+
+def _recomputed_fwd(head: Head, *given: Any) -> tuple[Numbers, tuple]:
+    return recomputed_numbers(head, *given), given
+
+
+def _recomputed_bwd(head: Head, given: tuple, cotangents: Numbers) -> tuple:
+    weights, h, token, temperature = given
+    _, found = head.evaluate(weights, h, token, temperature)
+    dh, d_weights = head.pull(weights, h, token, temperature, found, cotangents)
+    return jax.tree.map(lambda d, w: d.astype(w.dtype), d_weights, weights), dh.astype(h.dtype), None, None
+
+
+recomputed_numbers.defvjp(_recomputed_fwd, _recomputed_bwd)

@@ -10,8 +10,9 @@ waiting for any:
            add at its slots. Where every row is pushed (`Schedule.keep_residuals`), what its vjp needs is kept
            by slot, and BACK runs nothing a second time.
 
-Log-probabilities of a row's token come from the hidden state of its parent, which is one of the rows
-or on the stack. Only rows with entries go through the LM head, in blocks.
+What a loss reads of a row's token comes from the hidden state of its parent, which is one of the rows or on
+the stack, under the model's head: an LM head, a value head, or both. Only rows with entries go through it, in
+blocks (`dta_jax.entry_blocks`).
 
 Losses that are sums over entries (`dta_jax.losses`) take one pass. For any other function of the entries'
 log-probabilities, call `tree_logprobs`, take the function's gradient, and give it back as the
@@ -25,33 +26,20 @@ capacity), never on the trie. Source: AReaL-DTA, arXiv 2602.00482; the order of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from dta_jax import segment
-from dta_jax.lm_head import HeadBlock, evaluate_block, pull_block
-from dta_jax.model import DecoderModel, Params, head_weights
+from dta_jax.entry_blocks import LossFn, Outputs, evaluate_entries, no_outputs, pull_entries
+from dta_jax.model import DecoderModel, Numbers, Params, require_policy
 from dta_jax.segment import Residuals, Stack, num_keys
-from dta_jax.tree_inputs import HEAD_BLOCK, Entries, Op, prepare
+from dta_jax.tree_inputs import Entries, Op, prepare
 from dta_jax.types import BACK, PUSH, Schedule, accumulator_dtype
-
-LossFn: TypeAlias = Callable[[jax.Array, jax.Array, Mapping[str, jax.Array]], jax.Array]
-
-
-class Outputs(NamedTuple):
-    """What is collected: logp, entropy, token_loss (unweighted) [E'], the loss [], rows run by kind [2]."""
-
-    logp: jax.Array
-    entropy: jax.Array
-    token_loss: jax.Array
-    loss: jax.Array
-    executed: jax.Array
 
 
 class Back(NamedTuple):
@@ -88,14 +76,19 @@ class TreeResult:
         return self.outputs.executed
 
     @property
+    def numbers(self) -> Numbers:
+        """[E] what the head found for each entry, in the caller's order. Waits for the device."""
+        return numbers_in_callers_order(self.outputs, self.schedule)
+
+    @property
     def logp(self) -> np.ndarray:
         """[E] log-probability of each entry, in the caller's order. Waits for the device."""
-        return in_callers_order(self.outputs.logp, self.schedule)
+        return in_callers_order(self.outputs.numbers.logp, self.schedule)
 
     @property
     def entropy(self) -> np.ndarray:
         """[E] entropy of each entry's distribution, in the caller's order. Waits for the device."""
-        return in_callers_order(self.outputs.entropy, self.schedule)
+        return in_callers_order(self.outputs.numbers.entropy, self.schedule)
 
     @property
     def token_loss(self) -> np.ndarray:
@@ -120,7 +113,8 @@ def tree_value_and_grad(
       schedule: from `compile_schedule`, with BACK operations for every row.
       values: float[E] arrays by name, in the order of the entries that the schedule was compiled for:
         `weight` (required), `temperature` (default 1), and whatever `loss_fn` reads.
-      loss_fn: hashable; (logp [], entropy [], {name: []}) -> loss [] of one entry.
+      loss_fn: hashable; (logp [], entropy [], {name: []}) -> loss [] of one entry. If the model has a value
+        head, its value is among the named ones, as "value", and is differentiated.
       entry_capacity: E', to keep compiled shapes; 0 rounds the number of entries up.
 
     Returns:
@@ -148,15 +142,15 @@ def tree_value_and_grad(
     return TreeResult(carry.grads, carry.outputs, schedule)
 
 
-def tree_logprobs(
+def tree_forward(
     model: DecoderModel,
     params: Params,
     schedule: Schedule,
     *,
     temperature: np.ndarray | None = None,
     entry_capacity: int = 0,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probability and entropy of every entry, forward only.
+) -> Numbers:
+    """What the model's head finds for every entry, forward only.
 
     Args:
       model, params, entry_capacity: as in `tree_value_and_grad`.
@@ -167,7 +161,7 @@ def tree_logprobs(
       temperature: float[E], above 0; None for 1.
 
     Returns:
-      logp [E] and entropy [E] on the host, in the caller's order.
+      numbers [E] on the host, in the caller's order.
     """
     values = {"weight": np.ones(len(schedule.entry))}
     if temperature is not None:
@@ -177,7 +171,30 @@ def tree_logprobs(
     stack, outputs = start_forward(model, params, len(entries.token), keys)
     for _, op in ops:
         stack, outputs = push_step(model, params, (stack, outputs), op, entries, schedule.stack_slots)
-    return in_callers_order(outputs.logp, schedule), in_callers_order(outputs.entropy, schedule)
+    return numbers_in_callers_order(outputs, schedule)
+
+
+def tree_logprobs(
+    model: DecoderModel,
+    params: Params,
+    schedule: Schedule,
+    *,
+    temperature: np.ndarray | None = None,
+    entry_capacity: int = 0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probability [E] and entropy [E] of every entry: `tree_forward` of a policy, arguments as there.
+
+    Raises:
+      InputError: the model has no LM head.
+    """
+    require_policy(model)
+    numbers = tree_forward(model, params, schedule, temperature=temperature, entry_capacity=entry_capacity)
+    return numbers.logp, numbers.entropy
+
+
+def numbers_in_callers_order(outputs: Outputs, schedule: Schedule) -> Numbers:
+    """What was collected of the entries, by `in_callers_order`."""
+    return jax.tree.map(functools.partial(in_callers_order, schedule=schedule), outputs.numbers)
 
 
 def in_callers_order(collected: jax.Array | np.ndarray, schedule: Schedule) -> np.ndarray:
@@ -252,13 +269,7 @@ def _push_rows(
     first: int,
 ) -> tuple[Stack, Outputs, Residuals]:
     h, stack, residuals = segment.run(model, params, stack, op.rows, first)
-    head = head_weights(params)
-
-    def body(block: _Block, outputs: Outputs) -> Outputs:
-        found, _ = block.evaluate(stack.h, head, model.tensor_axis)
-        return block.store(outputs, logp=found.logp, entropy=found.entropy)
-
-    outputs = _for_entries(op, entries, body, outputs)
+    outputs = evaluate_entries(model, params, stack.h, op, entries, outputs)
     own = slice(first, first + len(op.rows.slot))
     at = op.rows.slot
     stack = Stack(
@@ -282,35 +293,14 @@ def _pull_rows(
 ) -> Back:
     """The loss of the rows' entries and its vjp, from residuals and the cotangents left for the rows."""
     stack, cotangents, grads, outputs = carry
-    head, head_name = head_weights(params), "head" if "head" in params else "embed"
-
-    def body(block: _Block, state: tuple) -> tuple:
-        dh, d_head, outputs = state
-        found, h = block.evaluate(stack.h, head, model.tensor_axis)
-        per_entry = jax.vmap(jax.value_and_grad(loss_fn, argnums=(0, 1)))
-        token_loss, (d_logp, d_entropy) = per_entry(found.logp, found.entropy, block.values)
-        weight = block.values["weight"].astype(token_loss.dtype)
-        d_logp, d_entropy = (jnp.where(block.real, weight * d, 0) for d in (d_logp, d_entropy))
-        dh_rows, d_head_block = pull_block(
-            found,
-            h,
-            head,
-            block.token,
-            block.values["temperature"],
-            d_logp,
-            d_entropy,
-            model.tensor_axis,
-        )
-        outputs = block.store(outputs, logp=found.logp, entropy=found.entropy, token_loss=token_loss)
-        total = outputs.loss + jnp.where(block.real, weight * token_loss, 0).sum()
-        return dh.at[block.source].add(dh_rows), d_head + d_head_block, outputs._replace(loss=total)
-
-    dh, d_head, outputs = _for_entries(op, entries, body, (cotangents.h, grads[head_name], outputs))
+    dh, d_head, outputs = pull_entries(
+        model, loss_fn, params, stack.h, cotangents.h, grads, op, entries, outputs
+    )
     own = own._replace(h=own.h + lax.dynamic_slice_in_dim(dh, first, len(op.rows.slot)))
     grads, cotangents = segment.pull(
         model,
         params,
-        grads | {head_name: d_head},
+        grads | d_head,
         stack,
         cotangents._replace(h=dh),
         own,
@@ -348,50 +338,11 @@ def _take(cotangents: Stack, slot: jax.Array, first: int) -> tuple[Stack, Stack]
     return own, rest
 
 
-class _Block(NamedTuple):
-    """HEAD_BLOCK entries, of which those with `real` belong to the operation that runs."""
-
-    at: jax.Array
-    real: jax.Array
-    token: jax.Array
-    source: jax.Array
-    values: dict[str, jax.Array]
-
-    def evaluate(self, h: jax.Array, head: jax.Array, axis: str | None) -> tuple[HeadBlock, jax.Array]:
-        rows = h[self.source]
-        return evaluate_block(rows, head, self.token, self.values["temperature"], axis), rows
-
-    def store(self, outputs: Outputs, **found: jax.Array) -> Outputs:
-        def put(old: jax.Array, new: jax.Array) -> jax.Array:
-            kept = lax.dynamic_slice_in_dim(old, self.at, len(new))
-            return lax.dynamic_update_slice_in_dim(
-                old, jnp.where(self.real, new.astype(old.dtype), kept), self.at, 0
-            )
-
-        return outputs._replace(**{name: put(getattr(outputs, name), new) for name, new in found.items()})
-
-
-def _for_entries(op: Op, entries: Entries, body: Callable[[_Block, Any], Any], state: Any) -> Any:
-    """Runs `body` on each block of the operation's entries."""
-
-    def step(carry: tuple) -> tuple:
-        at, state = carry
-        token, source, values = jax.tree.map(
-            lambda a: lax.dynamic_slice_in_dim(a, at, min(HEAD_BLOCK, len(a))), entries
-        )
-        real = at + jnp.arange(len(token), dtype=jnp.int32) < op.stop
-        # Entries of other operations may have sources that are not there: read row 0 in their place.
-        return at + len(token), body(_Block(at, real, token, jnp.where(real, source, 0), values), state)
-
-    return lax.while_loop(lambda carry: carry[0] < op.stop, step, (op.start, state))[1]
-
-
 @functools.partial(jax.jit, static_argnames=("model", "capacity", "keys"))
 def start_forward(model: DecoderModel, params: Params, capacity: int, keys: int) -> tuple[Stack, Outputs]:
     """What PUSH steps carry, all zeros: a stack of N `keys`, outputs for E' = `capacity` entries."""
     stack = segment.empty_stack(model, params, keys)
-    zeros = jnp.zeros(capacity, accumulator_dtype(stack.h.dtype))
-    return stack, Outputs(zeros, zeros, zeros, zeros[0], jnp.zeros(2, jnp.int32))
+    return stack, no_outputs(model.head, capacity, accumulator_dtype(stack.h.dtype))
 
 
 @functools.partial(jax.jit, static_argnames=("model", "capacity", "keys"))

@@ -18,7 +18,7 @@ from dta_jax.schedule import OpOperands, operands, round_slots
 from dta_jax.segment import Rows, num_keys
 from dta_jax.types import NO_SLOT, Schedule, accumulator_dtype
 
-HEAD_BLOCK: Final = 256  # entries that go through the LM head together
+HEAD_BLOCK: Final = 256  # entries that go through the head together
 MAX_ODD_CHUNK: Final = 512  # larger chunks must be multiples of CHUNK_MULTIPLE
 CHUNK_MULTIPLE: Final = 128
 
@@ -58,8 +58,8 @@ def host_inputs(
     """What `prepare` gives, as numpy arrays.
 
     Raises:
-      InputError: a chunk size that does not fit, tokens outside the vocabulary, values that are missing or of
-        another length, a capacity that is too small.
+      InputError: a chunk size that does not fit, tokens outside the vocabulary, values that are missing, of
+        another length, or a value head's to give, a capacity that is too small.
     """
     _check(model, schedule, values)
     E = len(schedule.entry)
@@ -104,6 +104,10 @@ def _check(model: DecoderModel, schedule: Schedule, values: Mapping[str, np.ndar
         )
     if "weight" not in values:
         raise InputError("entries", "weight", expected="one number per entry", actual=sorted(values))
+    if "value" in values:
+        raise InputError(
+            "entries", "value", expected="no such values: value heads give them", actual="an array"
+        )
     for name, value in values.items():
         if len(value) != E:
             raise InputError("entries", name, expected=f"{E} values, one per entry", actual=len(value))

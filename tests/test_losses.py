@@ -215,16 +215,23 @@ def test_safe_exp_is_exp_then_its_tangent() -> None:
     ],
 )
 def test_critic_loss_is_the_worse_of_two_squares(value: float, loss: float, slope: float) -> None:
-    entry = {"return": jnp.asarray(3.0), "old_value": jnp.asarray(1.0)}
-    got = jax.value_and_grad(ValueClip(0.5))(jnp.asarray(value), jnp.asarray(0.0), entry)
-    np.testing.assert_allclose(got, (loss, slope), rtol=1e-12, atol=1e-12)
-    squared = jax.value_and_grad(ValueClip(None))(jnp.asarray(value), jnp.asarray(0.0), entry)
-    np.testing.assert_allclose(squared, ((value - 3) ** 2 / 2, value - 3), rtol=1e-12)
+    def of_value(critic_loss: ValueClip) -> tuple[jax.Array, jax.Array]:
+        def at(v: jax.Array) -> jax.Array:
+            entry = {"return": jnp.asarray(3.0), "old_value": jnp.asarray(1.0), "value": v}
+            return critic_loss(jnp.asarray(0.0), jnp.asarray(0.0), entry)
+
+        return jax.value_and_grad(at)(jnp.asarray(value))
+
+    np.testing.assert_allclose(of_value(ValueClip(0.5)), (loss, slope), rtol=1e-12, atol=1e-12)
+    squared = ((value - 3) ** 2 / 2, value - 3)
+    np.testing.assert_allclose(of_value(ValueClip(None)), squared, rtol=1e-12)
+    half = np.multiply(squared, 0.5)
+    np.testing.assert_allclose(of_value(ValueClip(None, coef=0.5)), half, rtol=1e-12)
 
 
 @pytest.mark.parametrize("loss", EVERY_LOSS, ids=str)
 def test_dtype_is_that_of_the_log_probability(loss: TokenLoss) -> None:
-    entry = {name: jnp.float32(-0.5) for name in loss.required}
+    entry = {name: jnp.float32(-0.5) for name in (*loss.required, "value")}
     assert loss(jnp.float32(-1), jnp.float32(1), entry).dtype == jnp.float32
 
 

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dta_jax.model import Params
+from dta_jax.entry_blocks import LossFn
+from dta_jax.model import DecoderModel, Params
 from dta_jax.qwen3 import Qwen3, Qwen3Config
 from dta_jax.reference import DenseResult, dense_value_and_grad
 from dta_jax.schedule import compile_schedule
-from dta_jax.tree_grad import LossFn, TreeResult, tree_value_and_grad
+from dta_jax.tree_grad import TreeResult, tree_value_and_grad
 from dta_jax.trie import build_trie, entry_rows
 from dta_jax.types import Samples, Schedule
 from tests.naive import random_sequences
@@ -81,13 +82,13 @@ def schedule_for(samples: Samples, chunk_size: int, **options: Any) -> Schedule:
 
 
 def run_tree(
-    model: Qwen3, params: Params, samples: Samples, loss_fn: LossFn, chunk_size: int, **options: Any
+    model: DecoderModel, params: Params, samples: Samples, loss_fn: LossFn, chunk_size: int, **options: Any
 ) -> TreeResult:
     schedule = schedule_for(samples, chunk_size, **options)
     return tree_value_and_grad(model, params, schedule, samples.values, loss_fn, entry_capacity=CAPACITY)
 
 
-def run_dense(model: Qwen3, params: Params, samples: Samples, loss_fn: LossFn) -> DenseResult:
+def run_dense(model: DecoderModel, params: Params, samples: Samples, loss_fn: LossFn) -> DenseResult:
     return dense_value_and_grad(model, params, samples, loss_fn, pad_to=16)
 
 
