@@ -218,7 +218,7 @@ def test_questions_are_scored_by_their_verifier():
     environment = ReasoningGym("sums", size=4, seed=3, options='{"terms": 3}')
     assert isinstance(environment, Environment)
     assert environment.num_tasks == 4
-    entry = Sums(4, 3, 3)[2]
+    entry = Sums(4, 3 * 2**20, 3)[2]
     messages, step = ask(environment, 2, f"<think>hm</think>so <answer> {entry['answer']} </answer>")
     assert [message["role"] for message in messages] == ["system", "user"]
     assert "<answer>" in messages[0]["content"]
@@ -259,7 +259,7 @@ def test_a_verifiers_exception_is_not_a_score():
             dict(options='{"digits": 1}'),
             "options: expected options that sums takes; got Sums.__init__() got an",
         ),
-        (dict(size=0), "size: expected at least 1; got 0"),
+        (dict(size=0), "size: expected 1 to 1048576; got 0"),
         (dict(extraction="first_line"), "extraction: expected tags or last_line; got 'first_line'"),
     ],
 )

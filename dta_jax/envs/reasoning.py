@@ -1,11 +1,13 @@
 """Single-turn questions with a verifier, from the package `reasoning-gym`: arithmetic, logic, puzzles, games.
 
-A question is made from the dataset's name and options, the seed and its number: nothing is downloaded. The
-answer is what stands in the last pair of `<answer>` tags behind the thinking, or the last line of the text;
-the dataset's own verifier scores it, from 0 to 1. An answer without either scores 0.
+Question i is the package's of seed `seed * 2**20 + i`: nothing is downloaded, and two seeds share no question
+(the package's own seeds 1 and 2 share all but one). The answer is what stands in the last pair of `<answer>`
+tags behind the thinking, or the last line of the text; the dataset's own verifier scores it, from 0 to 1. An
+answer without either scores 0.
 
-Verifiers run in this process, in a thread. An exception in one isn't caught here and is not a score of 0: it
-leaves `step`, and whoever runs the episode reports it.
+Questions are made and scored in this process, in threads, one at a time per dataset: some keep state in
+between. An exception in a verifier isn't caught here and is not a score of 0: it leaves `step`, and whoever
+runs the episode reports it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import asyncio
 import difflib
 import functools
 import json
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
@@ -25,6 +28,8 @@ from dta_jax.errors import InputError
 
 Extraction: TypeAlias = Literal["tags", "last_line"]
 EXTRACTIONS: Final = ("tags", "last_line")
+MAX_SIZE: Final = 2**20
+MAX_SEED: Final = 2**12 - 1  # what is made of it must fit 32 bits
 _OPEN, _CLOSE = "<answer>", "</answer>"
 
 
@@ -52,8 +57,8 @@ class ReasoningGym:
 
     def __post_init__(self) -> None:
         for name, good, expected in (
-            ("size", self.size >= 1, "at least 1"),
-            ("seed", self.seed >= 0, "at least 0"),
+            ("size", 1 <= self.size <= MAX_SIZE, f"1 to {MAX_SIZE}"),
+            ("seed", 0 <= self.seed <= MAX_SEED, f"0 to {MAX_SEED}"),
             ("extraction", self.extraction in EXTRACTIONS, " or ".join(EXTRACTIONS)),
         ):
             if not good:
@@ -76,28 +81,45 @@ class ReasoningGym:
         return Question(self, _questions(self.dataset, self.size, self.seed, self.options), task)
 
 
+class Questions:
+    """A dataset of the package."""
+
+    def __init__(self, dataset: Any):
+        self._dataset, self._free = dataset, threading.Lock()
+
+    def make(self, task: int) -> Mapping[str, Any]:
+        """Question `task`: `question`, and what its verifier needs."""
+        with self._free:
+            return self._dataset[task]
+
+    def score(self, answer: str, made: Mapping[str, Any]) -> float:
+        """The verifier's score of an answer to a question."""
+        with self._free:
+            return float(self._dataset.score_answer(answer, made))
+
+
 class Question:
     """One question and its verifier."""
 
-    def __init__(self, settings: ReasoningGym, questions: Any, task: int):
+    def __init__(self, settings: ReasoningGym, questions: Questions, task: int):
         self._settings, self._questions, self._task = settings, questions, task
-        self._entry: Mapping[str, Any] = {}
+        self._made: Mapping[str, Any] = {}
 
     async def start(self) -> Step:
         """The question."""
-        self._entry = await asyncio.to_thread(self._questions.__getitem__, self._task)
+        self._made = await asyncio.to_thread(self._questions.make, self._task)
         system = self._settings.system_prompt
         if system is None:
             system = _ASK_FOR_TAGS if self._settings.extraction == "tags" else ""
         messages = [{"role": "system", "content": system}] if system else []
-        return Step(Observation(messages=[*messages, {"role": "user", "content": self._entry["question"]}]))
+        return Step(Observation(messages=[*messages, {"role": "user", "content": self._made["question"]}]))
 
     async def step(self, answer: Answer) -> Step:
         """The verifier's score."""
         said = extract_answer(answer.text or "", self._settings.extraction)
         score = 0.0
         if said is not None:
-            score = float(await asyncio.to_thread(self._questions.score_answer, said, self._entry))
+            score = await asyncio.to_thread(self._questions.score, said, self._made)
         info = {"correct": float(score == 1), "answered": float(said is not None)}
         reason = "length" if answer.truncated else "done"
         return Step(None, final_reward=score, info=info, stop_reason=reason)
@@ -129,8 +151,7 @@ def extract_answer(text: str, extraction: Extraction) -> str | None:
 
 
 @functools.lru_cache(maxsize=64)
-def _questions(dataset: str, size: int, seed: int, options: str) -> Any:
-    """A dataset of the package: `[i]` makes question i, `score_answer(answer, question)` scores."""
+def _questions(dataset: str, size: int, seed: int, options: str) -> Questions:
     gym = require("reasoning_gym", package="reasoning-gym", wanted_by="ReasoningGym")
     known = require("reasoning_gym.factory", package="reasoning-gym", wanted_by="ReasoningGym").DATASETS
     if dataset not in known:
@@ -147,7 +168,7 @@ def _questions(dataset: str, size: int, seed: int, options: str) -> Any:
             "ReasoningGym", "options", expected="a JSON object without size and seed", actual=options
         )
     try:
-        return gym.create_dataset(dataset, size=size, seed=seed, **named)
+        return Questions(gym.create_dataset(dataset, size=size, seed=seed * MAX_SIZE, **named))
     except (TypeError, ValueError, AssertionError) as error:  # how its settings classes refuse
         expected = f"options that {dataset} takes"
         raise InputError("ReasoningGym", "options", expected=expected, actual=error) from None

