@@ -24,8 +24,8 @@ import numpy as np
 VOCAB = 64
 STOP = 63
 FAULTS = (
-    "500", "reset", "hang", "truncated", "garbage", "foreign_token", "nan", "positive", "short", "long",
-    "unknown_finish", "empty",
+    "500", "reset", "hang", "truncated", "garbage", "not_http", "foreign_token", "nan", "positive", "short",
+    "long", "unknown_finish", "empty",
 )  # fmt: skip
 
 
@@ -39,7 +39,9 @@ def logprob_of(token: int, version: int) -> float:
     return -(1 + version) - token / 256
 
 
-def check_completion(prompt: Sequence[int], completion, most: int, oldest: int = 0) -> None:
+def check_completion(
+    prompt: Sequence[int], completion, most: int, *, oldest: int = 0, stops: bool = True
+) -> None:
     """Asserts that every token is the one that the stamped version draws, and that it ends as it should."""
     context, versions = list(prompt), completion.versions.tolist()
     for token, logprob, version in zip(
@@ -50,6 +52,9 @@ def check_completion(prompt: Sequence[int], completion, most: int, oldest: int =
         context.append(token)
     assert versions == sorted(versions)
     assert versions[0] >= oldest
+    if not stops:
+        assert (completion.stop_reason, len(context)) == ("length", len(prompt) + most)
+        return
     stopped = completion.tokens[-1] == STOP
     assert completion.stop_reason == ("stop" if stopped else "length")
     assert stopped or len(completion.tokens) == most
@@ -69,6 +74,8 @@ class FakeServer:
       usage: goes along with it.
       requests: (path, body, headers) of every call so far.
       answered: request id of every generation that was answered well.
+      running, most_running: generations now, and at most.
+      drawn: tokens so far.
       overlaps: generations that ran while weights were loaded.
     """
 
@@ -81,7 +88,7 @@ class FakeServer:
         self.usage: dict | None = None
         self.requests: list[tuple[str, dict, dict[str, str]]] = []
         self.answered: list[str] = []
-        self.running = self.most_running = 0
+        self.running = self.most_running = self.drawn = 0
         self.disconnects = 0
         self._first_version = self.version = version
         self._reported: str = "default"
@@ -228,6 +235,9 @@ class FakeServer:
             writer.transport.abort()
         elif fault == "hang":
             await asyncio.Event().wait()
+        elif fault == "not_http":
+            writer.write(b"220 ready\r\n\r\n")
+            await writer.drain()
         elif fault == "garbage":
             await _send(writer, 200, "<html>not json</html>")
         else:
@@ -255,6 +265,7 @@ class FakeServer:
             if self._aborts != aborts:
                 return tokens, "abort"
             tokens.append(next_token([*prompt, *tokens], self.version))
+            self.drawn += 1
             if tokens[-1] in stops:
                 return tokens, "stop"
         return tokens, "length"

@@ -150,7 +150,7 @@ class JsonClient:
                 status = response.status
         except TimeoutError:
             raise CallError("timeout", f"{name}: no reply within {limit:g} s") from None
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             words = self._shown(f"{type(error).__name__}: {error}")
             raise CallError("unreachable", f"{name}: {words}") from None
         if 200 <= status < 300:

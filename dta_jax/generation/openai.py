@@ -83,7 +83,7 @@ class OpenAIApi:
             raise InputError(
                 "OpenAIServer",
                 "sampling",
-                expected="temperature=1 and top_p=1, as log-probabilities are those before both",
+                expected="temperature=1 and top_p=1, as servers differ in what log-probabilities include",
                 actual=f"temperature={sampling.temperature}, top_p={sampling.top_p}",
                 hint="allow_retokenized=True takes it, for evaluation",
             )

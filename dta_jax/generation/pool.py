@@ -185,8 +185,7 @@ class Pool:
         Raises:
           GenerationError: none was in service for `outage_seconds`, or the pool is closed.
         """
-        if not self.closed:
-            self._watch()
+        self.watch()
         its_turn = not self._waiting
         while not self.closed:
             server = self._choose(keys, avoid) if its_turn else None
@@ -296,7 +295,10 @@ class Pool:
                 future.set_result(None)
                 count -= 1
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
+        """Begins to look at the servers, if that has not begun."""
+        if self.closed:
+            return
         if not self._keepers:
             self._keepers = [asyncio.ensure_future(self._keep(server)) for server in self.servers]
         for keeper in self._keepers:

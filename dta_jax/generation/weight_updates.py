@@ -94,16 +94,23 @@ class UpdatableGenerator(RemoteGenerator):
             if version <= self._version:
                 expected = f"above {self._version}"
                 raise InputError("update_weights", "version", expected=expected, actual=version)
+            self._pool.watch()
             folder = await asyncio.to_thread(self._folders.write, params, version)
             self._newest = (version, folder)
             servers = [server for server in self._pool.servers if server.state == "in"]
-            await asyncio.gather(*(self._update(server, folder, version) for server in servers))
+            for server in servers:
+                self._pool.hold(server)
+            try:
+                await asyncio.gather(*(self._update(server, folder, version) for server in servers))
+            finally:
+                for server in servers:
+                    if server.state == "updating":
+                        self._pool.take_out(server, "an update of its weights was broken off")
             await self._wait_for_one(version)
             self._version = version
             await asyncio.to_thread(self._folders.prune, version)
 
     async def _update(self, server: Server, folder: Path, version: int) -> None:
-        self._pool.hold(server)
         try:
             await self._drain(server)
             if server.state != "updating":
