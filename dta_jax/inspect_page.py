@@ -235,8 +235,8 @@ def _schedule_words(found: Inspection) -> str:
     assert stats is not None
     return (
         f"Strategy {plan.name}, chunks of {plan.chunk:,}: {stats.backs:,} BACK and {stats.pushes:,} PUSH "
-        "operations, left to right, each as wide as its work. Move the slider, click, or play: the tree "
-        "above shows what is on the stack, what runs, and what is done."
+        "operations, left to right, each as wide as its work. Click one to see in the tree above "
+        "what is on the stack then, what runs, and what is done; wheel and drag as there."
     )
 
 

@@ -43,6 +43,7 @@ async function main() {
     state.moment = clamp(Math.round(o), 0, ops - 1);
     at("moment").value = state.moment;
     at("operation").textContent = timeline.words(state.moment);
+    at("now").textContent = `${number(state.moment + 1)} of ${number(ops)}`;
     if (follow && state.mode !== "schedule") setMode("schedule");
     trie.drawing.again();
     timeline.drawing.again();
@@ -160,6 +161,7 @@ async function main() {
 
   key();
   setMoment(0, false);
+  at("text").replaceChildren(tokens(0, null, 0, 300));
   document.body.dataset.ready = "yes";
   window.inspection = { data, trie, timeline, state };
 }

@@ -46,7 +46,7 @@ class Trie {
   draw(context, width, height) {
     const { data, view } = this, U = data.runLength.length, bottomEdge = height - view.margin.bottom;
     const schedule = this.state.mode === "schedule";
-    let drawn = 0;
+    let drawn = 0, line = { x: 0, y: -9, to: -9 };
     context.save();
     context.beginPath();
     context.rect(0, 0, width, bottomEdge);
@@ -55,13 +55,18 @@ class Trie {
       const y = view.pixelY(this.top[i]), stop = view.pixelY(this.top[data.runEnd[i]]), high = stop - y;
       const x = view.pixelX(data.runDepth[i]);
       if (stop < 0 || y > bottomEdge || x > width || view.pixelX(this.deepest[i]) < 0) { i = data.runEnd[i]; continue; }
-      drawn++;
-      if (high < 0.7) { // too thin to tell its branches apart: one line for the subtree
-        context.fillStyle = schedule ? this.pieceColour(data.pieceOffset[i]) : this.colour(i);
-        context.fillRect(x, y, view.pixelX(this.deepest[i]) - x, Math.max(high, 0.7));
+      if (high < 0.7) { // too thin to tell its branches apart: one line for the subtree, unless one is there
+        const to = view.pixelX(this.deepest[i]);
+        if (y > line.y + 0.5 || x < line.x || to > line.to) {
+          context.fillStyle = schedule ? this.pieceColour(data.pieceOffset[i]) : this.colour(i);
+          context.fillRect(x, y, Math.max(0.7, to - x), 0.7);
+          line = { x, y, to };
+          drawn++;
+        }
         i = data.runEnd[i];
         continue;
       }
+      drawn++;
       const tall = Math.min(stop, bottomEdge) - y - (high > 5 ? 1 : 0);
       this.block(context, i, x, y, tall, schedule);
       i++;
