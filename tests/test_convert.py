@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from dta_jax.chat_template import load_template
+from dta_jax.chat_template import compile_template, load_template
 from dta_jax.convert import Chats, convert_logs, main, read_logs
 from dta_jax.errors import InputError, run_command
 from dta_jax.rollouts import load_rollouts, samples_from_rollouts
@@ -152,6 +152,25 @@ def test_a_prompt_that_opens_thinking_does_not_count_as_said(folder):
     samples = samples_from_rollouts(convert_logs(logs, Chats(tokenizer, template, "keep")))
     assert tokenizer.decode(samples.sequences[0]).endswith("<think>\n\n</think>\n\none<|im_end|>")
     assert tokenizer.decode(samples.sequences[0][samples.position]) == "one<|im_end|>"
+
+
+def test_a_thinking_block_that_the_template_adds_counts_as_said(folder, tmp_path):
+    """Qwen3's template shows the last answer with an empty block if it has no thinking of its own."""
+    tokenizer = load_tokenizer(folder)
+    header = "{{- '<|im_start|>assistant\\n' + content"
+    text = TEMPLATE.replace(
+        header,
+        header.replace(
+            "+ content", "+ ('' if '</think>' in content or not loop.last else '<think>') + content"
+        ),
+    )
+    assert text != TEMPLATE
+    template = compile_template(text, source="test", variables=tokenizer.special)
+    (log,) = read_logs_of(tmp_path, {"messages": [ASK, say("one"), AGAIN, say("two")]})
+    samples = samples_from_rollouts(convert_logs([log], Chats(tokenizer, template, "keep")))
+    said = samples.sequences[1][samples.position[samples.sequence == 1]]
+    assert tokenizer.decode(said) == "<think>two<|im_end|>"
+    assert "assistant\n<think>one<|im_end|>" in tokenizer.decode(samples.sequences[1])
 
 
 def read_logs_of(folder, *logs):

@@ -16,8 +16,9 @@ Instructions, policies, tools and the verdict are tau2's own. What differs:
 - An answer that is empty, or in solo mode calls no tool, ends the episode as an error of the agent, with
   reward 0.
 
-Every episode has an environment of its own. Tools, the verdict, and the simulated user run in threads.
-Exceptions there, such as an endpoint that doesn't answer, leave `start` and `step` as they are.
+Every episode has an environment of its own. Tools, the verdict, and the simulated user run in threads, 64 at
+a time; one that was cancelled ends with its current call. Exceptions there, such as an endpoint that doesn't
+answer, leave `start` and `step` as they are.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import asyncio
 import functools
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
@@ -46,6 +48,7 @@ from dta_jax.errors import InputError
 Domain: TypeAlias = Literal["mock", "airline", "retail", "telecom", "telecom-workflow"]
 DOMAINS: Final = ("mock", "airline", "retail", "telecom", "telecom-workflow")
 SOLO_DOMAINS: Final = ("mock", "telecom", "telecom-workflow")
+_THREADS: Final = ThreadPoolExecutor(64, thread_name_prefix="tau2")  # one waits for each user that thinks
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Tau2:
       user_url: base URL of its endpoint; None for the provider's own. Keys come from the environment
         variables that litellm reads.
       user_temperature: it speaks with.
+      user_timeout: seconds until one call of it fails, and the episode with it.
     """
 
     domain: Domain = "mock"
@@ -72,6 +76,7 @@ class Tau2:
     user_model: str | None = None
     user_url: str | None = None
     user_temperature: float = 0.0
+    user_timeout: float = 120.0
 
     def __post_init__(self) -> None:
         solo_domains = ", ".join(SOLO_DOMAINS)
@@ -82,6 +87,7 @@ class Tau2:
             ("max_errors", self.max_errors >= 1, "at least 1"),
             ("user_model", self.solo or bool(self.user_model), "a model that plays the user, or solo = True"),
             ("user_temperature", self.user_temperature >= 0, "at least 0"),
+            ("user_timeout", self.user_timeout > 0, "more than 0"),
         ):
             if not good:
                 raise InputError("Tau2", name, expected=expected, actual=repr(getattr(self, name)))
@@ -147,11 +153,11 @@ class Tau2Episode:
 
     async def start(self) -> Step:
         """Instructions, policy and tools; the ticket, or what the user says first."""
-        return await asyncio.to_thread(self._start)
+        return await asyncio.get_running_loop().run_in_executor(_THREADS, self._start)
 
     async def step(self, answer: Answer) -> Step:
         """Runs the answer's tool calls, or gives it to the user."""
-        return await asyncio.to_thread(self._step, answer)
+        return await asyncio.get_running_loop().run_in_executor(_THREADS, self._step, answer)
 
     async def close(self) -> None:
         """Holds nothing."""
@@ -220,7 +226,10 @@ class Tau2Episode:
     def _meet_user(self, history: Sequence[Any]) -> None:
         """Makes the user, who has heard `history`."""
         settings, simulator = self._settings, package("user.user_simulator").UserSimulator
-        arguments: dict[str, Any] = {"temperature": settings.user_temperature}
+        arguments: dict[str, Any] = {
+            "temperature": settings.user_temperature,
+            "timeout": settings.user_timeout,
+        }
         if settings.user_url is not None:
             key = os.environ.get("OPENAI_API_KEY", "none")  # a server of one's own rarely asks for one
             arguments |= {"api_base": settings.user_url, "api_key": key}
