@@ -112,16 +112,22 @@ def test_stop_tokens_lengths_and_the_longest_context_end_completions(rng):
 
 
 def test_neighbours_rows_and_reused_keys_change_nothing(rng):
+    """Completions end at different steps, so that together and alone dispatches begin at different tokens."""
     prompts = prompts_of(rng, 40, 3, 9, 40, 17, 1, 60)
-    sampling = Sampling(max_new_tokens=15, temperature=0.9, top_p=0.95)
+    lengths = (15, 6, 9, 14, 3, 11, 15)
+    samplings = [Sampling(length, temperature=0.9, top_p=0.95) for length in lengths]
+
+    async def together(generator: LocalGenerator, calls: Sequence[int]) -> list[Completion]:
+        return await asyncio.gather(*(one(generator, prompts[i], samplings[i], seed=i) for i in calls))
+
     generator = make()
-    together = generate_all(generator, prompts, sampling, range(len(prompts)))
-    for seed, prompt in enumerate(prompts):
-        assert_same(generate_all(make(), [prompt], sampling, [seed])[0], together[seed])
+    found = asyncio.run(together(generator, range(7)))
+    for i in range(7):
+        assert_same(asyncio.run(one(make(), prompts[i], samplings[i], seed=i)), found[i])
     before = generator.counters
-    again = generate_all(generator, prompts[-2:], sampling, range(len(prompts) - 2, len(prompts)))
+    again = asyncio.run(together(generator, (5, 6)))
     assert generator.counters.reused_tokens > before.reused_tokens + 50
-    for a, b in zip(again, together[-2:], strict=True):
+    for a, b in zip(again, found[5:], strict=True):
         assert_same(a, b)
 
 
