@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import time
 
 import pytest
 
@@ -60,10 +59,8 @@ def test_failures_are_told_apart_and_the_next_call_has_a_fresh_process():
 
 
 def test_what_takes_too_long_is_killed():
-    began = time.monotonic()
     (error,) = scores(reward_functions.behave, ("sleep",), timeout=0.2, retries=1)
     assert "not done after 0.2 s" in str(error)
-    assert time.monotonic() - began < 30
 
 
 def test_a_failed_call_is_made_again(tmp_path):
@@ -88,9 +85,7 @@ def test_a_cancelled_call_kills_its_worker():
                 await asyncio.wait_for(rewards.score("sleep"), 0.1)
             return await rewards.score("well")
 
-    began = time.monotonic()
     assert asyncio.run(cancelled()) == 1
-    assert time.monotonic() - began < 30
 
 
 def test_functions_and_arguments_that_cannot_be_sent():
