@@ -678,7 +678,7 @@ def test_the_key_is_sent_and_never_shown(servers, connect, monkeypatch, caplog):
             await engine.generate(prompt(1), SAMPLING, seed=0)
             client = engine._pool.servers[0].client
             with pytest.raises(CallError) as caught:
-                await client.send("GET", f"/no-such-path?{secret}")
+                await client.send("GET", f"/no-such-path/{secret}")
             return str(caught.value)
 
     with caplog.at_level(logging.DEBUG):
