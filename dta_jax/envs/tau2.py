@@ -136,7 +136,7 @@ class Tau2:
         tasks = _tasks(self.domain, self.split, self.solo)
         if not 0 <= task < len(tasks):
             raise InputError("Tau2", "task", expected=f"0 to {len(tasks) - 1}", actual=task)
-        return tasks[task].model_copy(deep=True)  # environments keep, and change, what a task holds
+        return tasks[task].model_copy(deep=True)  # an environment may keep what it holds
 
 
 class Tau2Episode:
