@@ -429,6 +429,34 @@ def test_a_failing_device_fails_all_calls_and_then_may_work_again(rng, monkeypat
     assert_same(asyncio.run(run())[0], want)
 
 
+def test_new_weights_that_could_not_be_placed_can_be_given_again(monkeypatch):
+    generator, put = make(), jax.device_put
+
+    def broken(*args: object) -> None:
+        raise OSError("out of memory")
+
+    monkeypatch.setattr(jax, "device_put", broken)
+    with pytest.raises(GenerationError, match="out of memory"):
+        asyncio.run(generator.update_weights(NEW_PARAMS, 1))
+    monkeypatch.setattr(jax, "device_put", put)
+    asyncio.run(generator.update_weights(NEW_PARAMS, 1))
+    assert generator.version == 1
+
+
+def test_an_event_loop_that_ends_leaves_a_generator_that_works(rng):
+    (prompt,) = prompts_of(rng, 40)
+    generator = make()
+
+    async def leave() -> None:
+        call = asyncio.create_task(one(generator, prompt, Sampling(max_new_tokens=50)))
+        await decoding(generator)
+        assert not call.done()
+
+    asyncio.run(leave())
+    (want,) = generate_all(make(), [prompt], FREE, [0])
+    assert_same(generate_all(generator, [prompt], FREE, [0])[0], want)
+
+
 def test_broken_weights_fail_calls(rng):
     broken = jax.tree.map(lambda leaf: leaf * jnp.float32(jnp.nan), PARAMS)
     with pytest.raises(GenerationError, match="not finite with weights of version 3"):

@@ -295,6 +295,7 @@ class LocalGenerator:
         self._serving.clear()
         self._waiting.clear()
         self._updates.clear()
+        self._newest = self._version
 
     async def _drive(self) -> None:
         while True:
