@@ -33,9 +33,14 @@ from dta_jax.collect.settings import Collect
 from dta_jax.composite_losses import BehaviourWeight, OffPolicy, Sum
 from dta_jax.envs.bandit import Bandit
 from dta_jax.envs.game import TreasureHunt
+from dta_jax.envs.reasoning import ReasoningGym
+from dta_jax.envs.tau2 import Tau2
 from dta_jax.errors import InputError
 from dta_jax.generation.local import LocalSampler
+from dta_jax.generation.openai import OpenAIServer
 from dta_jax.generation.protocol import Sampling
+from dta_jax.generation.sglang import SGLang
+from dta_jax.generation.vllm import VLLM
 from dta_jax.losses import CISPO, NLL, SAPO, EntropyBonus, KLPenalty, PolicyGradient, PPOClip, ValueClip
 from dta_jax.objective import GAE, Aggregate, GroupNormalized, PreferencePairs, Returns, Rewards
 from dta_jax.qwen3 import Qwen3Config
@@ -62,7 +67,8 @@ BUILDERS: Final[Mapping[str, type]] = {
         NLL, PolicyGradient, PPOClip, CISPO, SAPO, KLPenalty, EntropyBonus, Sum, OffPolicy, BehaviourWeight,
         SequenceRatio, SequenceSum, DPO, ValueClip, SequenceCorrection,
         Rewards, GroupNormalized, Returns, GAE, PreferencePairs, Aggregate,
-        Bandit, TreasureHunt, LocalSampler, Sampling, Collect, Evaluate,
+        Bandit, TreasureHunt, ReasoningGym, Tau2, LocalSampler, SGLang, VLLM, OpenAIServer,
+        Sampling, Collect, Evaluate,
         Critic, Planner, AdamW, Checkpoints, MeshShape,
     )
 }  # fmt: skip

@@ -23,6 +23,10 @@ from dta_jax.envs.bandit import Bandit
 from dta_jax.envs.game import TreasureHunt
 from dta_jax.errors import InputError
 from dta_jax.generation.local import LocalSampler
+from dta_jax.generation.openai import OpenAIGenerator, OpenAIServer
+from dta_jax.generation.protocol import Generator
+from dta_jax.generation.sglang import SGLang, sglang_generator
+from dta_jax.generation.vllm import VLLM, vllm_generator
 from dta_jax.learner import Learner, Planned, TrainState
 from dta_jax.model import Params
 from dta_jax.objective import make_batch
@@ -54,15 +58,17 @@ class LiveFeed:
         out: Path,
         saved: Mapping[str, Any] | None,
     ):
-        self._learner, self._out = learner, out
+        self._learner, self._out, self._save_every = learner, out, settings.save_every
         self._collector = Collector(
             settings.environment,
-            settings.generator.make(learner.model, params, version=start),
+            make_generator(settings, learner, params, start),
             settings.collect,
             seed=learner.train.seed,
             chat=load_chat(settings, learner.model.config.vocab_size),
             batch_groups=learner.train.batch_groups,
         )
+        if isinstance(settings.generator, SGLang | VLLM):
+            self._collector.publish(params, start)
         if saved is not None:
             accepted = load_rollouts(_accepted(out, start)) if saved["accepted"] else None
             self._collector.restore(saved, accepted)
@@ -78,6 +84,9 @@ class LiveFeed:
         found = self._collector.batch(step)
         # A batch that reaches into the next epoch may have a task twice, in two groups.
         rollouts = replace(found.rollouts, task_id=found.group)
+        if self._save_every is not None and step % self._save_every == 0:
+            (self._out / "rollouts").mkdir(exist_ok=True)
+            save_rollouts(self._out / "rollouts" / f"{step}.npz", rollouts)
         batch = make_batch(rollouts, self._learner.train.objective)
         return self._learner.plan(batch, found.metrics)
 
@@ -115,6 +124,32 @@ def sampling_params(learner: Learner, state: TrainState) -> Params:
     masters = {id(leaf) for leaf in tree.leaves(state.policy.params)}
     shared = any(id(leaf) in masters for leaf in tree.leaves(params))
     return tree.map(jnp.copy, params) if shared else params
+
+
+def make_generator(settings: LiveRollouts, learner: Learner, params: Params, version: int) -> Generator:
+    """The engine of a run. Servers have to be given `params` first: they begin at the version before.
+
+    Raises:
+      InputError: a server's API key is not set; no tokenizer for a server that speaks text.
+    """
+    how, model, seed = settings.generator, learner.model.config, learner.train.seed
+    if isinstance(how, LocalSampler):
+        return how.make(learner.model, params, version=version)
+    if isinstance(how, OpenAIServer):
+        if settings.tokenizer is None:
+            raise InputError(
+                "LiveRollouts", "tokenizer", expected="a folder, for OpenAIServer", actual="None"
+            )
+        tokenizer = load_tokenizer(settings.tokenizer, model.vocab_size)
+        return OpenAIGenerator(how, tokenizer, model.vocab_size, version=version, seed=seed)
+    options: Any = {
+        "companions": None if settings.tokenizer is None else Path(settings.tokenizer),
+        "version": version - 1,
+        "seed": seed,
+    }
+    if isinstance(how, SGLang):
+        return sglang_generator(how, model, **options)
+    return vllm_generator(how, model, **options)
 
 
 def load_chat(settings: LiveRollouts, vocab_size: int) -> Chat | None:

@@ -12,8 +12,13 @@ from dta_jax.collect.settings import Collect
 from dta_jax.composite_losses import BehaviourWeight, OffPolicy, Sum
 from dta_jax.envs.bandit import Bandit
 from dta_jax.envs.game import TreasureHunt
+from dta_jax.envs.reasoning import ReasoningGym
+from dta_jax.envs.tau2 import Tau2
 from dta_jax.errors import InputError
 from dta_jax.generation.local import LocalSampler
+from dta_jax.generation.openai import OpenAIServer
+from dta_jax.generation.sglang import SGLang
+from dta_jax.generation.vllm import VLLM
 from dta_jax.losses import CISPO, NLL, SAPO, PolicyGradient, PPOClip, ValueClip
 from dta_jax.objective import (
     GAE,
@@ -72,15 +77,18 @@ class LiveRollouts:
       tokenizer: folder with the tokenizer and chat template, for environments that speak messages; None for
         those that speak tokens.
       thinking: what becomes of earlier thinking in a conversation; see `dta_jax.chat`.
+      save_every: steps between two batches that are written to OUT/rollouts/STEP.npz; None for none.
     """
 
-    environment: Bandit | TreasureHunt
-    generator: LocalSampler = field(default_factory=LocalSampler)
+    environment: Bandit | TreasureHunt | ReasoningGym | Tau2
+    generator: LocalSampler | SGLang | VLLM | OpenAIServer = field(default_factory=LocalSampler)
     collect: Collect = field(default_factory=Collect)
     tokenizer: str | None = None
     thinking: Thinking = "keep"
+    save_every: int | None = None
 
     def __post_init__(self) -> None:
+        _check(self, "save_every", self.save_every is None or self.save_every >= 1, "None or at least 1")
         _check(self, "thinking", self.thinking in ("keep", "strip"), "keep or strip")
         speaks_tokens = isinstance(self.environment, Bandit | TreasureHunt)
         right = "None: the environment speaks tokens" if speaks_tokens else "a folder: it speaks messages"

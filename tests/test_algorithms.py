@@ -82,7 +82,7 @@ GROUPS = np.array([3, 8, 3, 8, 3, 8, 8])
 
 @functools.cache
 def settings(name: str) -> Train:
-    return load_config(ROOT / "configs/quickstart.gin", LINES[name])
+    return load_config(ROOT / "configs/offline.gin", LINES[name])
 
 
 def rewarded_batch(name: str, rng: np.random.Generator) -> tuple[papers.Batch, np.ndarray]:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.gin"))
 GIVEN = {
     "quickstart.gin": [],
+    "offline.gin": [],
     "sft.gin": ["ROLLOUTS = 'some.npz'"],
     "tau_airline_offline.gin": ["ROLLOUTS = 'some.npz'"],
 }
