@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 
-from dta_jax.batches import BatchOrder, load_dataset, make_batch
 from dta_jax.bench import task_range
 from dta_jax.config import load_config
 from dta_jax.errors import InputError, run_command
@@ -30,12 +29,14 @@ from dta_jax.inspect_pictures import ranks_picture, schedule_picture, trie_pictu
 from dta_jax.inspection import Inspection, Subject, inspect_samples
 from dta_jax.picture import can_write_png
 from dta_jax.qwen3 import Qwen3, preset
+from dta_jax.recorded import load_source
 from dta_jax.rollouts import Rollouts, load_rollouts, samples_from_rollouts
-from dta_jax.settings import HuggingFaceModel
+from dta_jax.settings import HuggingFaceModel, LiveRollouts
 from dta_jax.tokenizer import load_tokenizer
 
 DEFAULT_CHUNK = 2048
 CONFIG_FILE = "operative_config.gin"
+SAVED_ROLLOUTS = "rollouts"  # a folder in a run's
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,28 +68,60 @@ def subject_of(rollouts: Rollouts, name: str) -> Subject:
     )
 
 
-def target_of_run(folder: Path, step: int, tasks: str | None) -> Target:
+def target_of_run(folder: Path, step: int | None, tasks: str | None) -> Target:
     """The batch of a step of a run, and what the run would do with it.
 
+    Args:
+      folder: the run's.
+      step: from 1; None takes the first, or, of a run that makes its rollouts, the newest that it has saved.
+      tasks: must be None: a run takes its own.
+
     Raises:
-      InputError: no config, one that cannot be used, or a step below 1.
+      InputError: no config, one that cannot be used, a step below 1 or one whose rollouts are not kept.
     """
     if tasks is not None:
         expected = "no --tasks with a run's folder: a run takes its own"
         raise InputError("--tasks", "value", expected=expected, actual=repr(tasks))
-    if step < 1:
+    if step is not None and step < 1:
         raise InputError("--step", "value", expected="at least 1", actual=step)
     train = load_config(folder / CONFIG_FILE)
     if isinstance(train.model, HuggingFaceModel):
         config = read_config(train.model.path, dtype=train.model.dtype, param_dtype="float32")
     else:
         config = train.model
-    dataset = load_dataset(train, config.vocab_size)
-    groups = BatchOrder(len(dataset.groups), train.batch_groups, train.seed).groups(step - 1)
-    members = np.sort(make_batch(dataset, train, groups, {}).members)
-    subject = subject_of(dataset.rollouts.take(members.tolist()), f"{folder}, step {step}")
+    if isinstance(train.rollouts, LiveRollouts):
+        file = saved_batch(folder, step)
+        rollouts, name = load_rollouts(file), f"{folder}, step {file.stem}"
+    else:
+        source = load_source(
+            train.rollouts,
+            train.objective,
+            batch_groups=train.batch_groups,
+            max_groups=train.max_groups,
+            max_length=train.max_length,
+            vocab_size=config.vocab_size,
+            seed=train.seed,
+        )
+        step = step or 1
+        rollouts, name = source.rollouts.take(np.sort(source.rows(step)).tolist()), f"{folder}, step {step}"
     ranks = train.mesh.data if train.mesh.data > 1 else None
+    subject = subject_of(rollouts, name)
     return Target(subject, train.planner.chunk_size, train.planner.strategy, ranks, Qwen3(config))
+
+
+def saved_batch(folder: Path, step: int | None) -> Path:
+    """The rollouts that a run saved of a step, `FOLDER/rollouts/STEP.npz`; None takes the newest.
+
+    Raises:
+      InputError: they were not saved.
+    """
+    saved = {int(path.stem): path for path in (folder / SAVED_ROLLOUTS).glob("*.npz") if path.stem.isdigit()}
+    if not saved or (step is not None and step not in saved):
+        wanted = "the rollouts of a step" if step is None else f"those of step {step}"
+        steps = ", ".join(map(str, sorted(saved)[-5:])) or "none"
+        hint = "LiveRollouts.save_every says how often they are saved"
+        raise InputError(folder / SAVED_ROLLOUTS, "steps", expected=wanted, actual=steps, hint=hint)
+    return saved[max(saved) if step is None else step]
 
 
 def target_of_file(path: Path, tasks: str | None) -> Target:
@@ -137,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
         help="data-parallel ranks to distribute over (default: 4, or the run's)",
     )
     add("--tasks", metavar="0-3", help="only these task ids")
-    add("--step", type=int, default=1, metavar="N", help="of a run: which step's batch (default: 1)")
+    add("--step", type=int, metavar="N", help="of a run: which step (default: 1, or the newest saved)")
     add("--model", metavar="NAME|FOLDER", help="count bytes for this preset or Hugging Face folder")
     add("--tokenizer", type=Path, metavar="FOLDER", help="show text instead of token ids")
     return parser

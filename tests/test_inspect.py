@@ -257,6 +257,22 @@ def test_a_run_folder_shows_the_batch_of_a_step(tmp_path, capsys):
     assert "needs" in capsys.readouterr().out  # the run's model is known, so bytes are
 
 
+def test_of_a_run_that_makes_its_rollouts_the_newest_saved_batch_is_shown(tmp_path, file):
+    (tmp_path / "operative_config.gin").write_text(
+        "Train.rollouts = @LiveRollouts()\nTrain.model = @Qwen3Config()\nTrain.loss = @NLL()\n"
+        "LiveRollouts.environment = @Bandit()\n"
+    )
+    with pytest.raises(InputError, match="rollouts: steps: expected the rollouts of a step; got none"):
+        inspect.target_of_run(tmp_path, None, None)
+    (tmp_path / "rollouts").mkdir()
+    for step in (2, 10):
+        save_rollouts(tmp_path / "rollouts" / f"{step}.npz", generate_rollouts(SPEC))
+    assert inspect.target_of_run(tmp_path, None, None).subject.name == f"{tmp_path}, step 10"
+    assert inspect.target_of_run(tmp_path, 2, None).subject.name == f"{tmp_path}, step 2"
+    with pytest.raises(InputError, match=r"expected those of step 3; got 2, 10; LiveRollouts\.save_every"):
+        inspect.target_of_run(tmp_path, 3, None)
+
+
 EMPTY = Rollouts(np.zeros(0, np.int32), np.zeros(1, np.int64), np.zeros((0, 3), np.int32))
 
 
