@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dta_jax.balance import balance as balance_sequences
     from dta_jax.composite_losses import BehaviourWeight, OffPolicy, Sum
     from dta_jax.errors import InputError
+    from dta_jax.lm_head import LMHead
     from dta_jax.losses import CISPO, NLL, SAPO, EntropyBonus, KLPenalty, PolicyGradient, PPOClip
     from dta_jax.model import DecoderModel
     from dta_jax.qwen3 import Qwen3, Qwen3Config
@@ -38,6 +39,7 @@ __all__ = [
     "EntropyBonus",
     "InputError",
     "KLPenalty",
+    "LMHead",
     "OffPolicy",
     "PPOClip",
     "PolicyGradient",
@@ -71,6 +73,7 @@ _MODULES = {
     "aggregation": ("aggregation_weights",),
     "composite_losses": ("BehaviourWeight", "OffPolicy", "Sum"),
     "errors": ("InputError",),
+    "lm_head": ("LMHead",),
     "losses": ("CISPO", "NLL", "SAPO", "EntropyBonus", "KLPenalty", "PolicyGradient", "PPOClip"),
     "model": ("DecoderModel",),
     "qwen3": ("Qwen3", "Qwen3Config"),
