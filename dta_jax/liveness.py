@@ -10,7 +10,9 @@ compiler keeps is less than all of them, and which is what the rules here say:
     in place    updates (`dynamic_update_slice`, scatters) and loop carries whose old value has no later use
     loops       a loop costs what its body costs, once; slices of scanned arrays are stored when needed
 
-A CPU has no products in bfloat16: its compiler widens their operands to float32 (`widen_bfloat16`).
+Compilers for accelerators also write a fused result over what it reads for the last time, and add products to
+sums without storing them. A CPU's does neither, and has no products in bfloat16: it widens their operands to
+float32 (`for_cpu`).
 
     products    operands and results are widened while the product runs
     loops       arrays that come from outside and feed products are widened as wholes, and stay so meanwhile;
@@ -103,21 +105,21 @@ class Loop:
         return cls(op.params["body_jaxpr"].jaxpr, inputs, inputs[op.params["body_nconsts"] :], ())
 
 
-def temporary_bytes(program: core.Jaxpr, *, widen_bfloat16: bool) -> int:
+def temporary_bytes(program: core.Jaxpr, *, for_cpu: bool) -> int:
     """The most bytes that are alive at a time in a program, beside its arguments.
 
     Args:
       program: traced. What it updates is taken to be donated, and every result to replace an argument.
-      widen_bfloat16: whether the device multiplies bfloat16 as float32 (CPUs do).
+      for_cpu: which of the two kinds of compiler.
     """
-    return _Lifetimes(program, (), widen_bfloat16, outermost=True).peak()
+    return _Lifetimes(program, (), for_cpu, outermost=True).peak()
 
 
 class _Lifetimes:
     """The operations of a jaxpr with calls inlined, and what each value is stored in."""
 
-    def __init__(self, jaxpr: core.Jaxpr, sliced: Sequence[core.Var], widen: bool, *, outermost: bool):
-        self.widen, self.outermost = widen, outermost
+    def __init__(self, jaxpr: core.Jaxpr, sliced: Sequence[core.Var], for_cpu: bool, *, outermost: bool):
+        self.cpu, self.outermost = for_cpu, outermost
         env: dict[core.Var, Value | None] = {v: Value(v.aval) for v in (*jaxpr.invars, *jaxpr.constvars)}
         self.inputs = {value for value in env.values() if value is not None}
         ops: list[Op] = []
@@ -184,17 +186,20 @@ class _Lifetimes:
             if op.name in LOOPS:
                 loop = Loop.of(op)
                 self._carry(live, zip(op.outputs, loop.carried, strict=False), t)
-                running = _Lifetimes(loop.body, loop.sliced, self.widen, outermost=False).peak()
+                running = _Lifetimes(loop.body, loop.sliced, self.cpu, outermost=False).peak()
                 copies = [2 * value.bytes for value in loops[t] if value not in shared]
             elif op.name in UPDATES:
                 self._carry(live, [(op.outputs[0], op.inputs[0])], t)
-                if self.widen and op.name != "dynamic_update_slice" and t not in early:
+                if self.cpu and op.name != "dynamic_update_slice" and t not in early:
                     copies = [2 * value.bytes for value in op.outputs if value.narrow]
-            elif op.name == "dot_general" and self.widen:
+            elif op.name == "dot_general" and self.cpu:
                 copies = [2 * value.bytes for value in (*op.arrays, *op.outputs) if value.narrow]
             for value in op.outputs:
                 if self.source[value] == (value,):
                     replaces = self.outermost and value in self.results
+                    if not self.cpu:
+                        replaces = replaces or self._accumulates(op, t, value)
+                        self._reuse(live, op, t, value)
                     live.setdefault(value, 0 if replaces else value.bytes)
             copies += [2 * value.bytes for value, (first, last) in shared.items() if first <= t <= last]
             most = max(most, running + _packed([*live.values(), *copies], early.values()))
@@ -214,16 +219,31 @@ class _Lifetimes:
             if len(stored) == 1 and self.last[stored[0]] == t and live.get(stored[0]) in (0, new.bytes):
                 live[new] = live.pop(stored[0])
 
+    def _reuse(self, live: dict[Value, int], op: Op, t: int, value: Value) -> None:
+        """Gives a fused result the buffer of an array of its size that is read for the last time."""
+        for old in self._read_by(op) if op.name in FUSED and value not in live else ():
+            if self.last[old] == t and live.get(old) == value.bytes:
+                live[value] = live.pop(old)
+                return
+
+    def _accumulates(self, op: Op, t: int, value: Value) -> bool:
+        """Whether a product is only added to an array of its size, or a result is such a sum."""
+        if op.name == "dot_general" and len(self.uses[value]) == 1:
+            (user,) = (self.ops[u] for u in self.uses[value])
+            return user.name == "add" and all(other.bytes == value.bytes for other in user.arrays)
+        old = [other for other in op.arrays if other in self.inputs and self.uses[other][-1] == t]
+        return op.name == "add" and value in self.results and any(o.bytes == value.bytes for o in old)
+
     def _widened_targets(self) -> dict[int, Value]:
         """Arguments that a scatter updates, by operation: they are widened at the start."""
-        if not (self.widen and self.outermost):
+        if not (self.cpu and self.outermost):
             return {}
         scatters = [(t, op.inputs[0]) for t, op in enumerate(self.ops) if op.name.startswith("scatter")]
         return {t: v for t, v in scatters if v is not None and v in self.inputs and v.narrow}
 
     def _widened_by_loops(self) -> dict[int, list[Value]]:
         """What each loop widens of what comes from outside of it, unless a loop around it has done so."""
-        loops = [(t, Loop.of(op)) for t, op in enumerate(self.ops) if op.name in LOOPS and self.widen]
+        loops = [(t, Loop.of(op)) for t, op in enumerate(self.ops) if op.name in LOOPS and self.cpu]
         outer = {} if self.outermost else _views_of(self.ops, {v: v for v in self.inputs})
         found: dict[int, list[Value]] = collections.defaultdict(list)
         for t, loop in loops:

@@ -151,7 +151,7 @@ def predict_memory(setup: Setup, chunk_size: int, strategy: str) -> Prediction:
     if strategy not in PREDICTED:
         raise InputError("memory", "strategy", expected=" or ".join(PREDICTED), actual=repr(strategy))
     fixed = fixed_bytes(setup)
-    steps = _Steps.of(setup, chunk_size, keep=strategy.endswith("+keep") and _is_single(setup.mesh))
+    steps = Steps.of(setup, chunk_size, keep=strategy.endswith("+keep") and _is_single(setup.mesh))
     temporaries = {kind: steps.temporaries(kind, setup.platform) for kind in (PUSH, BACK)}
     residuals = min(steps.residual_bytes(), temporaries[BACK])
     parts = Parts(
@@ -201,7 +201,7 @@ def fixed_bytes(setup: Setup) -> Fixed:
     if _is_single(setup.mesh) and compute == wide:
         parameters = 0
     traced = jax.make_jaxpr(functools.partial(_update, setup.optimizer))(state, gradients)
-    temporaries = temporary_bytes(traced.jaxpr, widen_bfloat16=False)
+    temporaries = temporary_bytes(traced.jaxpr, for_cpu=setup.platform == "cpu")
     held = parameters + _bytes(state) + _bytes(gradients) + setup.resident
     return Fixed(
         parameters, _bytes(state.params), _bytes(state.opt_state), _bytes(gradients), held + temporaries
@@ -222,7 +222,7 @@ def _update(optimizer: optax.GradientTransformation, state: State, grads: Params
 
 
 @dataclass(frozen=True, eq=False)
-class _Steps:
+class Steps:
     """The steps of C rows and the shapes of their arguments, as one device sees them."""
 
     model: DecoderModel
@@ -236,7 +236,7 @@ class _Steps:
     mesh: AbstractMesh
 
     @classmethod
-    def of(cls, setup: Setup, chunk_size: int, *, keep: bool) -> _Steps:
+    def of(cls, setup: Setup, chunk_size: int, *, keep: bool) -> Steps:
         mesh, model = _abstract(setup.mesh), setup.model
         params = _weights(setup)
         params = _cut(params, shardings(mesh, compute_specs(model, params)))
@@ -265,8 +265,8 @@ class _Steps:
             carry = (*carry, self.kept) if kind == PUSH else (carry, self.kept)
         return self.params, carry, self.op, self.entries
 
-    def temporaries(self, kind: int, platform: str) -> int:
-        """Bytes that a step needs beside its arguments."""
+    def program(self, kind: int) -> Any:
+        """A step as a function of `arguments`; the second is what it changes."""
         kept = self.kept is not None
         if kind == PUSH:
             step: Any = functools.partial(tree_grad.push_keeping if kept else tree_grad.push, self.model)
@@ -274,10 +274,12 @@ class _Steps:
             back = tree_grad.back_kept if kept else tree_grad.back
             step = functools.partial(back, self.model, self.loss)
         step = functools.partial(step, first=self.slots)
-        traced = jax.make_jaxpr(_on_device(self.mesh, self.model.tensor_axis is not None, step))(
-            *self.arguments(kind)
-        )
-        return temporary_bytes(traced.jaxpr, widen_bfloat16=platform == "cpu")
+        return _on_device(self.mesh, self.model.tensor_axis is not None, step)
+
+    def temporaries(self, kind: int, platform: str) -> int:
+        """Bytes that a step needs beside its arguments."""
+        traced = jax.make_jaxpr(self.program(kind))(*self.arguments(kind))
+        return temporary_bytes(traced.jaxpr, for_cpu=platform == "cpu")
 
     def residual_bytes(self) -> int:
         """Bytes of the residuals of C rows, and of the cotangents that BACK takes over."""

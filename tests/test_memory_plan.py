@@ -91,10 +91,10 @@ class TestAgainstTheCompiler:
 class TestLifetimes:
     """Small programs whose lifetimes are plain to see; a result replaces an argument and costs nothing."""
 
-    def peak(self, function: Any, *args: Any, widen: bool = False) -> float:
+    def peak(self, function: Any, *args: Any, for_cpu: bool = True) -> float:
         """In squares of 64."""
         traced = jax.make_jaxpr(function)(*args)
-        return round(temporary_bytes(traced.jaxpr, widen_bfloat16=widen) / BYTES, 2)
+        return round(temporary_bytes(traced.jaxpr, for_cpu=for_cpu) / BYTES, 2)
 
     def test_a_chain_of_products_holds_two(self):
         assert self.peak(lambda a: a @ a @ a @ a @ a, SQUARE) == 2
@@ -136,6 +136,26 @@ class TestLifetimes:
         assert self.peak(lambda a, b: put(a, b).sum(), SQUARE, part) == 0
         assert self.peak(lambda a, b: (put(a, b) @ (a @ a)).sum(), SQUARE, part) == 3  # a is read later
 
+    def test_an_update_of_what_is_not_read_again_is_in_place(self):
+        part = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+        put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=0, axis=0)
+        assert self.peak(lambda a, b: put(put(a @ a, b), b).sum(), SQUARE, part) == 1
+
+    def test_an_accelerator_adds_products_in_place_and_reuses_buffers(self):
+        def add(a, b):
+            return lax.scan(lambda total, x: (total + x @ x, None), a, b)[0]
+
+        stacked = jax.ShapeDtypeStruct((3, 64, 64), jnp.float32)
+        assert self.peak(add, SQUARE, stacked) == 2
+        assert self.peak(add, SQUARE, stacked, for_cpu=False) == 1
+
+        def change(a):
+            b = jnp.exp(a @ a)
+            return b @ b
+
+        assert self.peak(change, SQUARE) == 2
+        assert self.peak(change, SQUARE, for_cpu=False) == 1
+
     def test_a_loop_costs_its_body_once(self):
         def loop(a):
             return lax.scan(lambda x, _: (x @ a @ a, None), a, length=5)[0]
@@ -151,8 +171,8 @@ class TestLifetimes:
 
     def test_a_cpu_widens_the_operands_of_products(self):
         narrow = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
-        assert self.peak(lambda a, b: (a @ b).sum(), narrow, narrow) == 0.5
-        assert self.peak(lambda a, b: (a @ b).sum(), narrow, narrow, widen=True) == 3.5
+        assert self.peak(lambda a, b: (a @ b).sum(), narrow, narrow, for_cpu=False) == 0.5
+        assert self.peak(lambda a, b: (a @ b).sum(), narrow, narrow) == 3.5
 
     def test_a_loop_widens_what_it_multiplies_by_once(self):
         narrow = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
@@ -161,7 +181,7 @@ class TestLifetimes:
         def loop(x, layers):
             return lax.scan(lambda x, w: (x @ w, None), x, layers)[0].sum()
 
-        difference = self.peak(loop, narrow, stacked, widen=True) - self.peak(loop, narrow, stacked)
+        difference = self.peak(loop, narrow, stacked) - self.peak(loop, narrow, stacked, for_cpu=False)
         assert 7 <= difference <= 7 + 4
 
 
