@@ -27,7 +27,7 @@ from typing import Final
 
 import jax
 import numpy as np
-from scipy.optimize import nnls  # type: ignore[import-untyped]
+from scipy.optimize import nnls
 
 from dta_jax.errors import InputError
 from dta_jax.losses import NLL, TokenLoss

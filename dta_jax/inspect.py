@@ -106,7 +106,12 @@ def target_of_run(folder: Path, step: int | None, tasks: str | None) -> Target:
         rollouts, name = source.rollouts.take(np.sort(source.rows(step)).tolist()), f"{folder}, step {step}"
     ranks = train.mesh.data if train.mesh.data > 1 else None
     subject = subject_of(rollouts, name)
-    return Target(subject, train.planner.chunk_size, train.planner.strategy, ranks, Qwen3(config))
+    chunk_size, strategy = train.planner.chunk_size, train.planner.strategy
+    if isinstance(chunk_size, str):
+        chunk_size = DEFAULT_CHUNK
+    if strategy == "auto":
+        strategy = "packed"
+    return Target(subject, chunk_size, strategy, ranks, Qwen3(config))
 
 
 def saved_batch(folder: Path, step: int | None) -> Path:

@@ -11,6 +11,7 @@ Scores run the very operations of the gradient, so the first ratio is exactly 1.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -32,18 +33,21 @@ from dta_jax.diagnostics import (
 from dta_jax.hf_config import read_config
 from dta_jax.hf_weights import load_params
 from dta_jax.losses import TokenLoss
+from dta_jax.memory_predict import Setup
 from dta_jax.mesh_plan import MeshPlan
 from dta_jax.minibatches import Part, split_along_trie
-from dta_jax.model import Params
+from dta_jax.model import Numbers, Params, cast
 from dta_jax.objective import Batch, PreferencePairs, credited, episode_step_rewards, episodes_of
 from dta_jax.optimizer import learning_rate, make_optimizer
+from dta_jax.plan_settings import settle
 from dta_jax.qwen3 import Qwen3
-from dta_jax.sequence_losses import SequenceLoss
-from dta_jax.settings import HuggingFaceModel, Train
+from dta_jax.sequence_losses import Injected, SequenceLoss
+from dta_jax.settings import HuggingFaceModel, LiveRollouts, Train
+from dta_jax.sharding import DATA
 from dta_jax.tree_engine import BatchGradient, TreeEngine
 from dta_jax.types import Samples, Schedule
 from dta_jax.value_model import ValueModel
-from dta_jax.zero import ShardedOptimizer, State
+from dta_jax.zero import ShardedOptimizer, State, bytes_on_a_device
 
 
 class TrainState(NamedTuple):
@@ -95,40 +99,70 @@ class Learner:
 
     Attributes:
       train: the settings.
-      model: the policy.
+      model: the policy's decoder.
+      policy: what is trained: the decoder, with a value head where the loss reads values.
       engine: with buckets that hold every batch.
       optimizer: of the float32 master weights, which it keeps on the mesh.
-      critic: for `GAE`.
+      critic: of `Train.critic`.
+      longest: the most tokens of a sequence.
     """
 
     train: Train
     model: Qwen3
+    policy: Qwen3 | ValueModel
     engine: TreeEngine
     optimizer: ShardedOptimizer
     critic: Critic | None
+    longest: int
 
     @classmethod
-    def build(cls, train: Train, model: Qwen3, *, longest: int, entries: int) -> Learner:
-        """A learner for batches of at most `entries` entries in sequences of at most `longest` tokens."""
+    def build(
+        cls, train: Train, model: Qwen3, *, longest: int, entries: int, example: Samples | None = None
+    ) -> Learner:
+        """A learner for batches of about `entries` entries in sequences of at most `longest` tokens.
+
+        Args:
+          train: the settings; where they leave chunk size or strategy to us, the plan is printed.
+          model: the policy's decoder.
+          longest: tokens.
+          entries: room for that many is made at once.
+          example: a typical batch, to weigh plans with.
+
+        Raises:
+          InputError: no plan fits the memory, or see `ShardedOptimizer.on`.
+        """
         mesh = train.mesh.make()
-
-        def engine(of: Any) -> TreeEngine:
-            return TreeEngine.for_batches(
-                of,
-                chunk_size=train.planner.chunk_size,
-                strategy=train.planner.strategy,
-                longest=longest,
-                entries=entries,
-                mesh=mesh if mesh.size > 1 else None,
-            )
-
-        optimizer = ShardedOptimizer.on(mesh, model, make_optimizer(train.optimizer))
-        critic = None
+        policy = ValueModel(model, with_policy=True) if train.trains_values else model
+        optimizer = ShardedOptimizer.on(mesh, policy, make_optimizer(train.optimizer))
+        critic_model, own, resident = ValueModel(model), None, 0
         if train.critic is not None:
-            values = ValueModel(model)
-            own = ShardedOptimizer.on(mesh, values, make_optimizer(train.critic.optimizer))
-            critic = Critic(values, engine(values), own)
-        return cls(train, model, engine(model), optimizer, critic)
+            own = ShardedOptimizer.on(mesh, critic_model, make_optimizer(train.critic.optimizer))
+            resident += bytes_on_a_device(own.like)
+        if "ref_logp" in train.reads and isinstance(train.rollouts, LiveRollouts):
+            resident += bytes_on_a_device(optimizer.like.params) * mesh.shape[DATA]
+        setup = Setup(
+            policy,
+            model.config.dtype,
+            longest,
+            entries,
+            train.mesh,
+            make_optimizer(train.optimizer),
+            loss=train.loss if isinstance(train.loss, TokenLoss) else Injected(),
+            resident=resident,
+        )
+        planner, cost = settle(train.planner, setup, example)
+        assert isinstance(planner.chunk_size, int)
+        engine = functools.partial(
+            TreeEngine.for_batches,
+            chunk_size=planner.chunk_size,
+            strategy=planner.strategy,
+            longest=longest,
+            entries=entries,
+            mesh=mesh if mesh.size > 1 else None,
+            cost=cost,
+        )
+        critic = None if own is None else Critic(critic_model, engine(critic_model), own)
+        return cls(train, model, policy, engine(policy), optimizer, critic, longest)
 
     @property
     def like(self) -> dict[str, Any]:
@@ -143,13 +177,12 @@ class Learner:
         return self.train.minibatches * self.train.epochs
 
     def starting_params(self) -> Params:
-        """The policy's master weights before the first step."""
+        """The policy's master weights before the first step; a value head on them begins as 0."""
         source = self.train.model
-        places = jax.tree.map(lambda leaf: leaf.sharding, self.optimizer.like.params)
         if isinstance(source, HuggingFaceModel):
-            params = load_params(source.path, self.model.config, sharding=places)
-        else:
-            params = jax.jit(self.model.init, out_shardings=places)(jax.random.key(self.train.seed))
+            return self._load(source)
+        places = jax.tree.map(lambda leaf: leaf.sharding, self.optimizer.like.params)
+        params = jax.jit(self.policy.init, out_shardings=places)(jax.random.key(self.train.seed))
         return cast(params, "float32")
 
     def starting_state(self) -> TrainState:
@@ -162,18 +195,31 @@ class Learner:
         return TrainState(State(params, self.optimizer.init(params)), critic)
 
     def compute_params(self, state: TrainState) -> Params:
-        """The policy's weights as they are computed with. The next update may donate them."""
+        """The weights of `policy` as they are computed with. The next update may donate them."""
         return self.optimizer.gather(state.policy.params, self.model.config.dtype)
+
+    def decoder_params(self, state: TrainState) -> Params:
+        """The weights of `model`, to generate with. The next update may donate them."""
+        params = self.compute_params(state)
+        return self.policy.policy_params(params) if isinstance(self.policy, ValueModel) else params
 
     def reference_params(self) -> Params:
         """The reference's weights: those of `Train.reference`, or the starting weights."""
         source = self.train.reference
         if source is None:
             return self.optimizer.gather(self.starting_params(), self.model.config.dtype)
+        return self.optimizer.gather(self._load(source), self.model.config.dtype)
+
+    def _load(self, source: HuggingFaceModel) -> Params:
+        """Float32 weights of a folder, where the optimizer wants them."""
         config = read_config(source.path, dtype=self.model.config.dtype, param_dtype="float32")
         places = jax.tree.map(lambda leaf: leaf.sharding, self.optimizer.like.params)
+        value = places.pop("value", None)
         params = cast(load_params(source.path, config, sharding=places), "float32")
-        return self.optimizer.gather(params, self.model.config.dtype)
+        if isinstance(self.policy, ValueModel):
+            params = self.policy.from_policy(params)
+            params["value"] = jax.device_put(params["value"], value)
+        return params
 
     def plan(self, batch: Batch, metrics: Mapping[str, Any] | None = None) -> Planned:
         """Cuts a batch into minibatches and plans each; touches the host only."""
@@ -185,7 +231,14 @@ class Learner:
         return Planned(batch, parts, [self.engine.plan(part.samples) for part in parts], metrics or {})
 
     def update(
-        self, state: TrainState, step: int, planned: Planned, reference: Params | None, out: Path
+        self,
+        state: TrainState,
+        step: int,
+        planned: Planned,
+        reference: Params | None,
+        out: Path,
+        *,
+        warm_up: bool = False,
     ) -> tuple[TrainState, dict[str, Any]]:
         """Step `step` (from 1).
 
@@ -195,6 +248,7 @@ class Learner:
           planned: the batch.
           reference: weights for `ref_logp`, where the loss reads it and the batch has none.
           out: where a batch that breaks the run is written.
+          warm_up: compile first whatever later steps can need.
 
         Returns:
           The new state and the step's row of metrics.
@@ -211,7 +265,7 @@ class Learner:
             assert isinstance(loss, TokenLoss)
             loss = AtProximal(loss)
         logp, entropy = np.empty(len(batch.token), np.float32), np.empty(len(batch.token), np.float32)
-        rows = []
+        rows: list[dict[str, float]] = []
         scale = np.float32(len(planned.parts))  # each update's loss is as large as the batch's
         for epoch in range(self.train.epochs):
             for part, schedule in zip(planned.parts, planned.schedules, strict=True):
@@ -219,6 +273,8 @@ class Learner:
                 samples = replace(part.samples, values=own | {"weight": own["weight"] * scale})
                 if epoch or part is not planned.parts[0]:
                     params = self.compute_params(state)
+                if warm_up and not rows:
+                    self.engine.warm_up(params, samples, loss)
                 found = self.engine.value_and_grad(
                     params,
                     samples,
@@ -253,7 +309,7 @@ class Learner:
 
     def score(self, params: Params, batch: Batch) -> np.ndarray:
         """Log-probabilities of a batch's entries under some weights, float32[E], computed as in an update."""
-        return self._scores(self.engine, params, self.plan(batch))[0]
+        return self._numbers(self.engine, params, self.plan(batch)).logp
 
     def _informed(
         self, planned: Planned, params: Params, state: TrainState, reference: Params | None
@@ -261,18 +317,20 @@ class Learner:
         """Everything that the loss reads, [E] by name; and (logp, entropy) under `params`, if scored."""
         train, batch = self.train, planned.batch
         values = dict(batch.samples.values)
-        reads, first_pass = train.reads, None
+        reads, found = train.reads, None
         shared = self.updates_per_step == 1 and isinstance(train.loss, TokenLoss)
-        if "prox_logp" in reads and not (shared and train.sequence_correction is None):
-            first_pass = self._scores(self.engine, params, planned)
-            values["prox_logp"] = first_pass[0]
+        recomputes = not shared or train.sequence_correction is not None
+        if ("prox_logp" in reads and recomputes) or train.trains_values:
+            found = self._numbers(self.engine, params, planned)
+            if "prox_logp" in reads:
+                values["prox_logp"] = found.logp
         if "ref_logp" in reads and "ref_logp" not in values:
             assert reference is not None, "the loss reads ref_logp"
-            values["ref_logp"] = self._scores(self.engine, reference, planned)[0]
-        value = None
+            values["ref_logp"] = self._numbers(self.engine, reference, planned).logp
+        value = None if found is None else found.value
         if self.critic is not None and state.critic is not None:
             weights = self.critic.optimizer.gather(state.critic.params, self.model.config.dtype)
-            value = self._scores(self.critic.engine, weights, planned)[0]
+            value = self._numbers(self.critic.engine, weights, planned).value
         informed = replace(batch, samples=replace(batch.samples, values=values))
         values |= credited(informed, train.objective, value)
         correction = train.sequence_correction
@@ -281,17 +339,17 @@ class Learner:
             distance = values["prox_logp"] - values["old_logp"]
             weight = correction.weight.sequence_weights(distance, unit, reduce=correction.reduce)
             values["advantage"] = (values["advantage"] * weight).astype(np.float32)
-        return values, first_pass
+        return values, None if found is None else (found.logp, found.entropy)
 
-    def _scores(self, engine: TreeEngine, params: Params, planned: Planned) -> tuple[np.ndarray, np.ndarray]:
-        scores = (
-            np.empty(len(planned.batch.token), np.float32),
-            np.empty(len(planned.batch.token), np.float32),
-        )
-        for part, schedule in zip(planned.parts, planned.schedules, strict=True):
-            for array, found in zip(scores, engine.logprobs(params, part.samples, schedule), strict=True):
-                array[part.entry] = found
-        return scores
+    def _numbers(self, engine: TreeEngine, params: Params, planned: Planned) -> Numbers:
+        """What a head says of the batch's entries, float32[E] each."""
+        found = [
+            engine.forward(params, part.samples, schedule)
+            for part, schedule in zip(planned.parts, planned.schedules, strict=True)
+        ]
+        entry = np.argsort(np.concatenate([part.entry for part in planned.parts]))
+        joined = (None if x[0] is None else np.concatenate(x)[entry] for x in zip(*found, strict=True))
+        return Numbers(*joined)
 
     def _update_critic(
         self,
@@ -339,11 +397,6 @@ class Learner:
         if batch.rollouts.versions is not None:
             row |= staleness_diagnostics(batch.rollouts.versions[batch.token], step - 1)
         return row | policy_diagnostics(self.train.loss, logp, entropy, values, batch.unit)
-
-
-def cast(params: Params, dtype: str) -> Params:
-    """The weights in the dtype that they are computed with; what has it already is not copied."""
-    return jax.tree.map(lambda leaf: leaf if leaf.dtype == dtype else leaf.astype(dtype), params)
 
 
 global_norm = jax.jit(optax.tree.norm)

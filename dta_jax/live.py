@@ -62,7 +62,8 @@ class LiveFeed:
         self._collector = Collector(
             settings.environment,
             make_generator(settings, learner, params, start),
-            settings.collect,
+            # An engine refuses a context that leaves no room; the collector ends the episode before.
+            replace(settings.collect, max_context=learner.longest),
             seed=learner.train.seed,
             chat=load_chat(settings, learner.model.config.vocab_size),
             batch_groups=learner.train.batch_groups,
@@ -120,7 +121,7 @@ class LiveFeed:
 
 def sampling_params(learner: Learner, state: TrainState) -> Params:
     """The policy's weights for an engine: a copy, where the next update would donate them."""
-    params = learner.compute_params(state)
+    params = learner.decoder_params(state)
     masters = {id(leaf) for leaf in tree.leaves(state.policy.params)}
     shared = any(id(leaf) in masters for leaf in tree.leaves(params))
     return tree.map(jnp.copy, params) if shared else params

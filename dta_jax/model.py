@@ -191,3 +191,8 @@ def require_policy(model: DecoderModel) -> None:
 def head_weights(params: Params) -> jax.Array:
     """The LM head's matrix, [V, D]: `params["head"]`, or the embedding when they are tied."""
     return params["head"] if "head" in params else params["embed"]
+
+
+def cast(params: Params, dtype: str) -> Params:
+    """The weights in the dtype that they are computed with; what has it already is not copied."""
+    return jax.tree.map(lambda leaf: leaf if leaf.dtype == dtype else leaf.astype(dtype), params)

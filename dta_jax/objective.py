@@ -248,11 +248,6 @@ def make_batch(
     if rollouts.reward is not None:
         reward = _shaped(rollouts, rollouts.reward[first_row], episode_of_row, objective.rewards)
     known: dict[str, np.ndarray] = {}
-    if rollouts.logprobs is not None:
-        known["old_logp"] = plain.values["old_logp"]
-    known |= {name: array[token] for name, array in (values or {}).items()}
-    if objective.temperature != 1:
-        known["temperature"] = np.full(len(row), objective.temperature, np.float32)
     unit, taken = episode if how.unit == "rollout" else completion, np.arange(len(row))
     if isinstance(credit, PreferencePairs):
         pair, preference = preference_pairs(_need(rollouts, reward), group, credit.margin)
@@ -261,11 +256,16 @@ def make_batch(
         if not taken.size:
             expected = "two episodes of one group whose rewards differ"
             raise InputError(rollouts.source, "reward", expected=expected, actual="none")
+    if rollouts.logprobs is not None:
+        known["old_logp"] = plain.values["old_logp"]
+    if objective.temperature != 1:
+        known["temperature"] = np.full(len(row), objective.temperature, np.float32)
     samples = Samples(plain.sequences, plain.sequence, plain.position, known).take(taken)
     token, completion, episode, unit = (ids[taken] for ids in (token, completion, episode, unit))
+    given = {name: array[token] for name, array in (values or {}).items()}
     of_sequence = unit[np.searchsorted(samples.sequence, np.arange(len(samples.sequences)))]
     weight = aggregation_weights(samples, how.kind, divisor=how.divisor, unit=of_sequence)
-    samples = replace(samples, values={"weight": weight, **samples.values})
+    samples = replace(samples, values={"weight": weight, **samples.values, **given})
     return Batch(samples, rollouts, token, completion, episode, unit, reward, group)
 
 

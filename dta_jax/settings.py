@@ -31,6 +31,7 @@ from dta_jax.objective import (
     Unit,
 )
 from dta_jax.qwen3 import Qwen3Config
+from dta_jax.schedule import STRATEGIES
 from dta_jax.sequence_losses import DPO, SequenceRatio, SequenceSum
 from dta_jax.sharding import MeshShape
 from dta_jax.synthetic import SyntheticRollouts
@@ -39,7 +40,13 @@ from dta_jax.tree_inputs import CHUNK_MULTIPLE, MAX_ODD_CHUNK
 RUN_DTYPES: Final = ("float32", "bfloat16")  # of computation; master weights are float32
 _INT32_MAX: Final = 2**31 - 1
 LOGPROBS: Final = frozenset({"old_logp", "prox_logp", "ref_logp"})
-_READABLE: Final = LOGPROBS | {"weight", "advantage", "preference"}  # what a run can tell a loss
+_READABLE: Final = LOGPROBS | {
+    "weight",
+    "advantage",
+    "preference",
+    "return",
+    "old_value",
+}  # what a run can tell a loss
 
 
 @dataclass(frozen=True)
@@ -117,19 +124,32 @@ class Planner:
     """How a batch's trie becomes a schedule: `dta_jax.schedule.compile_schedule`.
 
     Attributes:
-      chunk_size: C, the most tree tokens run together.
-      strategy: the planner's strategy.
+      chunk_size: C, the most tree tokens run together; "auto" takes the cheapest that fits `memory_budget`.
+      strategy: the planner's strategy; "auto" keeps residuals where the budget has room for them.
+      memory_budget: GiB per device for "auto"; None for the device's own memory (on a CPU, half of it).
+      cost_file: keeps what operations cost on this machine: read if it is of this machine, model and chunk
+        size, measured and written otherwise. None for the documented cost model.
+      warm_up: compile all widths of operations in the first step, so that no later step compiles.
     """
 
-    chunk_size: int = 1024
+    chunk_size: int | Literal["auto"] = 1024
     strategy: str = "packed"
+    memory_budget: float | None = None
+    cost_file: str | None = None
+    warm_up: bool = False
 
     def __post_init__(self) -> None:
-        fits = 1 <= self.chunk_size <= MAX_ODD_CHUNK or (
-            self.chunk_size > 0 and self.chunk_size % CHUNK_MULTIPLE == 0
-        )
-        allowed = f"1 to {MAX_ODD_CHUNK}, or a multiple of {CHUNK_MULTIPLE}"
+        C = self.chunk_size
+        fits = isinstance(C, str) or 1 <= C <= MAX_ODD_CHUNK or (C > 0 and C % CHUNK_MULTIPLE == 0)
+        allowed = f"'auto', 1 to {MAX_ODD_CHUNK}, or a multiple of {CHUNK_MULTIPLE}"
         _check(self, "chunk_size", fits, allowed)
+        known = "auto", *STRATEGIES
+        _check(self, "strategy", self.strategy in known, f"one of {', '.join(known)}")
+        automatic = "auto" in (C, self.strategy)
+        budget = self.memory_budget
+        _check(self, "memory_budget", budget is None or budget > 0, "None or GiB, above 0")
+        _check(self, "memory_budget", budget is None or automatic, "None without 'auto'")
+        _check(self, "cost_file", self.cost_file != "", "None or a path")
 
 
 @dataclass(frozen=True)
@@ -237,7 +257,8 @@ class Train:
       advantages: how rewards become advantages or preferences; None for a loss that reads neither.
       rewards: how they are shaped before that.
       aggregate: how entries' losses become the batch's.
-      critic: for `GAE`, and only for it.
+      critic: for `GAE`: a model of its own. None with `ValueClip` among the loss's terms, which puts a value
+        head on the policy.
       reference: the model of `ref_logp`; None for the starting weights.
       sequence_correction: a bounded importance weight per sequence; None for none.
       optimizer, planner, checkpoints: see there.
@@ -282,6 +303,11 @@ class Train:
     def objective(self) -> Objective:
         """How rollouts become what the loss reads."""
         return Objective(self.rewards, self.advantages, self.aggregate, self.temperature)
+
+    @property
+    def trains_values(self) -> bool:
+        """Whether the policy has a value head that the loss trains (`ValueClip`)."""
+        return "return" in self.loss.required
 
     @property
     def reads(self) -> frozenset[str]:
@@ -329,10 +355,9 @@ class Train:
             expected, reads = "PreferencePairs", "reads preferences"
         because = f"{expected}, because {type(self.loss).__name__} {reads}"
         _check(self, "advantages", isinstance(credit, kinds), because)
-        with_critic, needs_critic = self.critic is not None, isinstance(credit, GAE)
-        _check(
-            self, "critic", with_critic == needs_critic, "a critic" if needs_critic else "None without GAE"
-        )
+        wanted = "a critic, or ValueClip in the loss" if isinstance(credit, GAE) else "None without GAE"
+        critics = (self.critic is not None) + self.trains_values
+        _check(self, "critic", critics == isinstance(credit, GAE), f"{wanted}, not both")
         whole = self.aggregate.unit == "completion" or not isinstance(credit, PreferencePairs)
         _check(self, "aggregate", whole, "unit 'completion': with PreferencePairs the unit is the pair")
         weighs = isinstance(credit, GroupNormalized | Returns | GAE)

@@ -103,8 +103,11 @@ def prepare(train: Train) -> Run:
             actual=config.max_position_embeddings,
             hint="lower Train.max_length to find the sequence, or use a model for longer contexts",
         )
-    learner = Learner.build(train, Qwen3(config), longest=source.longest, entries=source.entries)
-    learner.plan(source.batch(1))
+    first = source.batch(1)
+    learner = Learner.build(
+        train, Qwen3(config), longest=source.longest, entries=source.entries, example=first.samples
+    )
+    learner.plan(first)
     return Run(learner, source)
 
 
@@ -194,7 +197,8 @@ def run_training(
                     planned = feed.get(step)
             except Stopped:
                 break
-            state, row = learner.update(state, step, planned, reference, out)
+            warm_up = train.planner.warm_up and step == start + 1
+            state, row = learner.update(state, step, planned, reference, out, warm_up=warm_up)
             feed.publish(state, step)
             row["seconds"] = time.perf_counter() - began
             last = step == train.steps or signals.received is not None

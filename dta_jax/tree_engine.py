@@ -20,14 +20,14 @@ from jax.sharding import Mesh
 
 from dta_jax.errors import InputError
 from dta_jax.losses import TokenLoss, check_required
-from dta_jax.mesh_grad import MeshResult, mesh_logprobs, mesh_value_and_grad
+from dta_jax.mesh_grad import MeshResult, mesh_forward, mesh_value_and_grad
 from dta_jax.mesh_plan import FEWEST_OPERATIONS, MeshPlan, plan_ranks, table_length
-from dta_jax.model import DecoderModel, Params
+from dta_jax.model import DecoderModel, Numbers, Params, require_policy
 from dta_jax.planner import DEFAULT_COST, CostModel, widths
 from dta_jax.schedule import compile_schedule, round_slots
 from dta_jax.sequence_losses import SMALLEST_BUCKET, Injected, SequenceLoss, entry_cotangents
 from dta_jax.sharding import DATA
-from dta_jax.tree_grad import TreeResult, tree_logprobs, tree_value_and_grad
+from dta_jax.tree_grad import TreeResult, tree_forward, tree_value_and_grad
 from dta_jax.tree_inputs import entry_capacity
 from dta_jax.trie import build_trie, entry_rows
 from dta_jax.types import BACK, PUSH, Samples, Schedule
@@ -60,7 +60,7 @@ class TreeEngine:
       chunk_size: C, the most tree tokens run together.
       strategy: the planner's strategy.
       stack_slots: S, enough for every batch.
-      entry_capacity: room for every batch's entries.
+      entry_capacity: room for every batch's entries; a batch with more runs in a program of its own.
       mesh: where to run; None for one device. Parameters must lie there (`dta_jax.sharding.place_params`).
       cost: what planner and balancer weigh; the machine's own comes from `dta_jax.cost_fit`.
       operations: operations that a mesh's table has room for at least. Batches within it share one program; a
@@ -107,10 +107,10 @@ class TreeEngine:
             return compile_schedule(trie, rows, **buckets)
         return plan_ranks(trie, samples.sequence, rows, self.mesh.shape[DATA], **buckets)
 
-    def logprobs(
+    def forward(
         self, params: Params, samples: Samples, schedule: Schedule | MeshPlan | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probability and entropy, float[E], of the samples' entries at their `temperature`.
+    ) -> Numbers:
+        """What the model's head says of the samples' entries, float[E] each, at their `temperature`.
 
         Runs the operations of the samples' gradient (of `schedule`, if the plan is already made), so that
         with the same weights the gradient sees these very numbers.
@@ -121,12 +121,24 @@ class TreeEngine:
         plan = self._plan_of(samples, schedule)
         options: Any = {
             "temperature": samples.values.get("temperature"),
-            "entry_capacity": self.entry_capacity,
+            "entry_capacity": self._capacity(len(samples.sequence)),
         }
         if isinstance(plan, Schedule):
-            return tree_logprobs(self.model, params, plan, **options)
+            return tree_forward(self.model, params, plan, **options)
         options["max_operations"] = self._table_length(plan)
-        return mesh_logprobs(self._mesh(), self.model, params, plan, **options)
+        return mesh_forward(self._mesh(), self.model, params, plan, **options)
+
+    def logprobs(
+        self, params: Params, samples: Samples, schedule: Schedule | MeshPlan | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probability and entropy, float[E], of the samples' entries; see `forward`.
+
+        Raises:
+          InputError: the model is a critic without an LM head.
+        """
+        require_policy(self.model)
+        found = self.forward(params, samples, schedule)
+        return found.logp, found.entropy
 
     def value_and_grad(
         self,
@@ -184,7 +196,7 @@ class TreeEngine:
         values = {name: np.ones(len(position), dtype) for name, dtype in dtypes.items()}
         samples = Samples([chain], np.zeros_like(position), position, values)
         plan = _every_width(samples, usual) if isinstance(usual, Schedule) else self.plan(samples)
-        self.logprobs(params, samples, plan)
+        self.forward(params, samples, plan)
         found = self.value_and_grad(params, samples, loss, samples.sequence, plan)
         jax.block_until_ready(found.grads)
         if not isinstance(loss, TokenLoss):
@@ -210,6 +222,9 @@ class TreeEngine:
     def _table_length(self, plan: MeshPlan) -> int:
         return max(self.operations, table_length(plan))
 
+    def _capacity(self, entries: int) -> int:
+        return max(self.entry_capacity, entry_capacity(entries))
+
     def _backward(
         self,
         params: Params,
@@ -218,7 +233,7 @@ class TreeEngine:
         loss: TokenLoss,
     ) -> TreeResult | MeshResult:
         result: TreeResult | MeshResult
-        capacity = self.entry_capacity
+        capacity = self._capacity(len(values["weight"]))
         with jax.transfer_guard("disallow"):
             if isinstance(plan, Schedule):
                 result = tree_value_and_grad(self.model, params, plan, values, loss, entry_capacity=capacity)

@@ -16,6 +16,7 @@ Source: Rajbhandari et al. 2020 (arXiv 1910.02054).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -138,6 +139,12 @@ def state_shardings(
         transform_non_params=of_other,
         is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
     )
+
+
+def bytes_on_a_device(like: Any) -> int:
+    """Bytes that each device holds of arrays, or of shapes, with shardings."""
+    leaves = jax.tree.leaves(like)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def bytes_per_device(tree: Any) -> dict[jax.Device, int]:

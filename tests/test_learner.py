@@ -26,6 +26,7 @@ DECOUPLED = OffPolicy(PPOClip(anchor="prox_logp"), BehaviourWeight(high=5.0))
 WITH_CRITIC = dataclasses.replace(
     PPO, advantages=GAE(lam=0.9), critic=Critic(AdamW(3e-3)), optimizer=AdamW(1e-3), batch_groups=3
 )
+MODEL_PARAMS = jax.eval_shape(Qwen3(MODEL).init, jax.random.key(0))
 
 
 def change(train: Train, **changes: object) -> Train:
@@ -92,8 +93,8 @@ def test_a_proximal_policy_costs_no_pass_of_its_own(tmp_path, monkeypatch, loss,
         prepared.source.batch(1, {"old_logp": np.full(prepared.source.rollouts.tokens.size, -3, np.float32)})
     )
     passes = []
-    scores = TreeEngine.logprobs
-    monkeypatch.setattr(TreeEngine, "logprobs", lambda *args: passes.append(1) or scores(*args))
+    forward_pass = TreeEngine.forward
+    monkeypatch.setattr(TreeEngine, "forward", lambda *args: passes.append(1) or forward_pass(*args))
     _, row = prepared.learner.update(prepared.learner.starting_state(), 1, planned, None, tmp_path)
     assert len(passes) == forward
     assert row["ratio_max"] == 1
@@ -128,6 +129,23 @@ def test_a_critic_learns_and_is_restored(tmp_path):
     assert numbers(read_metrics(resumed / "metrics.jsonl")) == numbers(rows)
 
 
+def test_a_value_head_on_the_policy_learns_with_it(tmp_path):
+    loss = Sum((PPOClip(), ValueClip(eps=None, coef=0.5)))
+    train = change(WITH_CRITIC, critic=None, loss=loss, steps=8, optimizer=AdamW(3e-3))
+    rows = run(train, tmp_path)
+    assert rows[0]["ratio_max"] == 1
+    assert rows[0]["loss"] > 0.01  # the critic's: the policy's begins near 0
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.05
+    prepared = prepare(train)
+    state = prepared.learner.starting_state()
+    assert state.policy.params["value"].shape == (MODEL.hidden_size,)
+    assert prepared.learner.decoder_params(state).keys() == MODEL_PARAMS.keys()
+    with pytest.raises(
+        InputError, match="Train: critic: expected a critic, or ValueClip in the loss, not both"
+    ):
+        change(train, critic=Critic())
+
+
 def test_only_the_critic_learns_while_it_warms_up(tmp_path):
     critic = dataclasses.replace(WITH_CRITIC.critic, warmup_steps=1)
     prepared = prepare(change(WITH_CRITIC, critic=critic))
@@ -147,7 +165,7 @@ def test_only_the_critic_learns_while_it_warms_up(tmp_path):
 
 
 def test_a_critic_and_gae_go_together():
-    with pytest.raises(InputError, match="Train: critic: expected a critic"):
+    with pytest.raises(InputError, match="Train: critic: expected a critic, or ValueClip in the loss"):
         change(PPO, advantages=GAE())
     with pytest.raises(InputError, match="Train: critic: expected None without GAE"):
         change(PPO, critic=Critic())
