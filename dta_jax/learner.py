@@ -30,6 +30,7 @@ from dta_jax.diagnostics import (
     stop_if_not_finite,
     token_diagnostics,
 )
+from dta_jax.episode_rows import episode_returns
 from dta_jax.hf_config import read_config
 from dta_jax.hf_weights import load_params
 from dta_jax.losses import TokenLoss
@@ -37,7 +38,7 @@ from dta_jax.memory_predict import Setup
 from dta_jax.mesh_plan import MeshPlan
 from dta_jax.minibatches import Part, split_along_trie
 from dta_jax.model import Numbers, Params, cast
-from dta_jax.objective import Batch, PreferencePairs, credited, episode_step_rewards, episodes_of
+from dta_jax.objective import Batch, PreferencePairs, credited
 from dta_jax.optimizer import learning_rate, make_optimizer
 from dta_jax.plan_settings import settle
 from dta_jax.qwen3 import Qwen3
@@ -389,8 +390,7 @@ class Learner:
     ) -> dict[str, Any]:
         row: dict[str, Any] = {"rollouts": len(batch.group), "sequences": len(batch.samples.sequences)}
         if batch.rollouts.reward is not None:
-            final = batch.rollouts.reward[episodes_of(batch.rollouts)[0]]
-            rewards = final + episode_step_rewards(batch.rollouts)
+            rewards = episode_returns(batch.rollouts)
             row["reward_mean"] = float(rewards.mean())
             if "advantage" in values:
                 row |= reward_diagnostics(rewards, values["advantage"], batch.group)

@@ -30,7 +30,7 @@ from dta_jax.generation.vllm import VLLM, vllm_generator
 from dta_jax.learner import Learner, Planned, TrainState
 from dta_jax.model import Params
 from dta_jax.objective import make_batch
-from dta_jax.qwen3 import Qwen3Config
+from dta_jax.qwen3 import Qwen3, Qwen3Config
 from dta_jax.rollouts import load_rollouts, save_rollouts
 from dta_jax.settings import LiveRollouts
 from dta_jax.tokenizer import load_tokenizer
@@ -61,7 +61,7 @@ class LiveFeed:
         self._learner, self._out, self._save_every = learner, out, settings.save_every
         self._collector = Collector(
             settings.environment,
-            make_generator(settings, learner, params, start),
+            make_generator(settings, learner.model, params, version=start, seed=learner.train.seed),
             # An engine refuses a context that leaves no room; the collector ends the episode before.
             replace(settings.collect, max_context=learner.longest),
             seed=learner.train.seed,
@@ -127,30 +127,32 @@ def sampling_params(learner: Learner, state: TrainState) -> Params:
     return tree.map(jnp.copy, params) if shared else params
 
 
-def make_generator(settings: LiveRollouts, learner: Learner, params: Params, version: int) -> Generator:
+def make_generator(
+    settings: LiveRollouts, model: Qwen3, params: Params, *, version: int, seed: int
+) -> Generator:
     """The engine of a run. Servers have to be given `params` first: they begin at the version before.
 
     Raises:
       InputError: a server's API key is not set; no tokenizer for a server that speaks text.
     """
-    how, model, seed = settings.generator, learner.model.config, learner.train.seed
+    how, config = settings.generator, model.config
     if isinstance(how, LocalSampler):
-        return how.make(learner.model, params, version=version)
+        return how.make(model, params, version=version)
     if isinstance(how, OpenAIServer):
         if settings.tokenizer is None:
             raise InputError(
                 "LiveRollouts", "tokenizer", expected="a folder, for OpenAIServer", actual="None"
             )
-        tokenizer = load_tokenizer(settings.tokenizer, model.vocab_size)
-        return OpenAIGenerator(how, tokenizer, model.vocab_size, version=version, seed=seed)
+        tokenizer = load_tokenizer(settings.tokenizer, config.vocab_size)
+        return OpenAIGenerator(how, tokenizer, config.vocab_size, version=version, seed=seed)
     options: Any = {
         "companions": None if settings.tokenizer is None else Path(settings.tokenizer),
         "version": version - 1,
         "seed": seed,
     }
     if isinstance(how, SGLang):
-        return sglang_generator(how, model, **options)
-    return vllm_generator(how, model, **options)
+        return sglang_generator(how, config, **options)
+    return vllm_generator(how, config, **options)
 
 
 def load_chat(settings: LiveRollouts, vocab_size: int) -> Chat | None:

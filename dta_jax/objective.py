@@ -30,6 +30,7 @@ from dta_jax.advantages import (
     whitened,
 )
 from dta_jax.aggregation import AGGREGATIONS, Aggregation, aggregation_weights
+from dta_jax.episode_rows import completion_rewards, episodes_of, rewards_on_the_way
 from dta_jax.errors import InputError
 from dta_jax.losses import KL_KINDS, KLKind, check
 from dta_jax.rollouts import Rollouts, samples_from_rollouts
@@ -291,7 +292,7 @@ def credited(
     if shape.kl_coef:
         per_token = kl_rewards(values["old_logp"], values["ref_logp"], coef=shape.kl_coef, kind=shape.kl_kind)
     if isinstance(credit, GroupNormalized):
-        total = final + episode_step_rewards(batch.rollouts)
+        total = final + rewards_on_the_way(batch.rollouts)
         total += np.bincount(batch.episode, per_token, minlength=len(final))
         advantage = group_normalized(
             total,
@@ -305,7 +306,7 @@ def credited(
         return {"advantage": advantage[batch.episode].astype(np.float32)}
     rewards = per_token + entry_rewards(
         final,
-        _step_rewards(batch.rollouts),
+        completion_rewards(batch.rollouts),
         sequence=batch.completion,
         rollout_of_sequence=episodes_of(batch.rollouts)[1][batch.rollouts.completion_spans[:, 0]],
     )
@@ -331,22 +332,6 @@ def credited(
     if credit.whiten:
         advantage = whitened(advantage, batch.samples.values["weight"] > 0)
     return {name: x.astype(np.float32) for name, x in (earned | {"advantage": advantage}).items()}
-
-
-def episodes_of(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """The first row of each of N episodes, int64[N], and the episode 0 ... N-1 of each row, int64[R]."""
-    if rollouts.episode is None:
-        rows = np.arange(rollouts.num_rollouts)
-        return rows, rows
-    _, first, of_row = np.unique(rollouts.episode, return_index=True, return_inverse=True)
-    return first, of_row
-
-
-def episode_step_rewards(rollouts: Rollouts) -> np.ndarray:
-    """What each of N episodes earned on the way, float64[N]: the sum of its completions' rewards."""
-    first, of_row = episodes_of(rollouts)
-    of_completion = of_row[rollouts.completion_spans[:, 0]]
-    return np.bincount(of_completion, _step_rewards(rollouts), minlength=len(first))
 
 
 def preference_pairs(
@@ -386,12 +371,6 @@ def _shaped(rollouts: Rollouts, final: np.ndarray, episode_of_row: np.ndarray, h
         buffer_tokens=how.overlong_buffer,
         factor=how.overlong_factor,
     )
-
-
-def _step_rewards(rollouts: Rollouts) -> np.ndarray:
-    """float[M], 0 where none were recorded."""
-    recorded = rollouts.step_reward
-    return np.zeros(len(rollouts.completion_spans)) if recorded is None else recorded
 
 
 def _need(rollouts: Rollouts, reward: np.ndarray | None) -> np.ndarray:

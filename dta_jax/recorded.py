@@ -18,9 +18,10 @@ import numpy as np
 
 from dta_jax.advantages import informative
 from dta_jax.collect.evaluation import Evaluate
+from dta_jax.episode_rows import episodes_of
 from dta_jax.errors import InputError
 from dta_jax.learner import Learner, Planned, TrainState
-from dta_jax.objective import Batch, GroupNormalized, Objective, PreferencePairs, episodes_of, make_batch
+from dta_jax.objective import Batch, GroupNormalized, Objective, PreferencePairs, make_batch
 from dta_jax.plan_ahead import PlanAhead
 from dta_jax.rollouts import Rollouts, load_rollouts, samples_from_rollouts
 from dta_jax.settings import RecordedRollouts

@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from dta_jax.collect.order import Place
+from dta_jax.episode_rows import episode_returns
 from dta_jax.errors import InputError
 from dta_jax.generation.protocol import Completion
 from dta_jax.rollouts import Rollouts
@@ -162,14 +163,6 @@ def rollouts_from_episodes(records: Sequence[EpisodeRecord]) -> Rollouts:
         step_reward=np.array([reward for _, row in rows for reward in row.rewards], np.float32),
         source=SOURCE,
     )
-
-
-def episode_returns(rollouts: Rollouts) -> np.ndarray:
-    """float64[episodes] in ascending order of `episode`: final reward plus the completions' own rewards."""
-    episode, first, of_row = np.unique(rollouts.require("episode"), return_index=True, return_inverse=True)
-    of_completion = of_row[rollouts.completion_spans[:, 0]]
-    earned = np.bincount(of_completion, rollouts.require("step_reward"), len(episode))
-    return rollouts.require("reward")[first].astype(np.float64) + earned
 
 
 class _Row:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dta_jax.collect.records import Ending, Group, episode_returns
+from dta_jax.collect.records import Ending, Group
+from dta_jax.episode_rows import episode_returns, episodes_of
 from dta_jax.rollouts import Rollouts
 
 
@@ -68,7 +69,7 @@ def episode_metrics(rollouts: Rollouts, endings: Sequence[Ending]) -> dict[str, 
       endings: one per episode.
     """
     rewards, spans = episode_returns(rollouts), rollouts.completion_spans
-    _, episode = np.unique(rollouts.require("episode"), return_inverse=True)
+    episode = episodes_of(rollouts)[1]
     turns = np.bincount(episode[spans[:, 0]], minlength=len(rewards))
     row = {
         "reward_mean": float(rewards.mean()),
