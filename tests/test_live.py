@@ -16,7 +16,6 @@ from dta_jax.collect.evaluation import Evaluate
 from dta_jax.collect.settings import Collect
 from dta_jax.composite_losses import Sum
 from dta_jax.config import load_config, operative_config
-from dta_jax.envs.bandit import Bandit
 from dta_jax.envs.game import TreasureHunt
 from dta_jax.errors import InputError
 from dta_jax.evaluate import main as evaluate
@@ -154,8 +153,7 @@ def test_batches_can_be_kept(tmp_path):
 
 
 def test_a_step_without_signal_changes_nothing_and_goes_on(tmp_path):
-    rollouts = dataclasses.replace(SYNCHRONOUS.rollouts, environment=Bandit(other_reward=1.0))
-    rows = run(dataclasses.replace(SYNCHRONOUS, rollouts=rollouts, steps=2), tmp_path)
+    rows = run(dataclasses.replace(collecting(group_size=1), steps=2), tmp_path)
     assert [row["grad_norm"] for row in rows] == [0, 0]
     assert rows[0]["uniform_group_fraction"] == 1
 
@@ -179,7 +177,8 @@ def test_a_vocabulary_that_is_too_small_is_refused():
 
 
 QUICK = [
-    "Train.batch_groups = 2", "Collect.group_size = 2", "LocalSampler.rows = 8", "Qwen3Config.hidden_size = 16",
+    "Train.batch_groups = 2", "Collect.group_size = 2", "LocalSampler.rows = 8",
+    "Qwen3Config.hidden_size = 16",
     "Qwen3Config.num_hidden_layers = 1", "Qwen3Config.intermediate_size = 16", "Planner.chunk_size = 64",
 ]  # fmt: skip
 
