@@ -15,6 +15,7 @@ import argparse
 import functools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from dta_jax.errors import InputError, run_command
 from dta_jax.hf_config import read_config
 from dta_jax.hf_weights import load_params
 from dta_jax.losses import NLL
+from dta_jax.memory_plan import choose_for_trie
 from dta_jax.mesh_plan import plan_ranks
 from dta_jax.model import DecoderModel, Params
 from dta_jax.qwen3 import PRESETS, Qwen3, Qwen3Config, preset
@@ -315,7 +317,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", default="tiny", help="a preset, a Hugging Face folder, or a JSON object of config fields")
     add("--vocab-mod", type=int, metavar="N", help="take token ids modulo N")
     add("--methods", help="with commas (dense,dense_remat,leafized,packed; with --balance, all)")
-    add("--chunk", default="256", metavar="N,...", help="chunk sizes of the tree methods")
+    add("--chunk", default="256", metavar="N,...|auto", help="chunk sizes of the tree methods, or by memory")
+    add("--memory-budget", type=float, metavar="GIB", help="per device, for --chunk auto; default: its own")
     add("--dtype", choices=("float32", "bfloat16", "float64"), help="of parameters and activations")
     add("--repeat", type=int, default=3, help="timed runs of each method; the median is reported")
     add("--thinking", type=float, metavar="MEAN", help="insert a run of ids before each completion")
@@ -338,11 +341,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(json.dumps(row) if args.json else _balance_line(row), flush=True)
         return
     methods = _names("dense,dense_remat,leafized,packed" if args.methods is None else args.methods)
-    chunks = _numbers("--chunk", args.chunk)
+    chunks = None if args.chunk == "auto" else _numbers("--chunk", args.chunk)
+    if args.memory_budget is not None and chunks is not None:
+        raise InputError(
+            "--memory-budget", "value", expected="none without --chunk auto", actual=args.memory_budget
+        )
     mesh = None if args.mesh is None else MeshShape.parse(args.mesh)
     if args.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     work = make_workload(args)
+    if chunks is None:
+        chunks = [_affordable_chunk(work, args.memory_budget, mesh)]
     cases = make_cases(work, methods, chunks, mesh)
     if args.plan_only:
         rows: Any = (case.report | {"peak_bytes": None} for case in cases)
@@ -350,6 +359,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = measure(work, cases, args.repeat, args.check)
     for row in rows:
         print(json.dumps(row) if args.json else _line(row), flush=True)
+
+
+def _affordable_chunk(work: Workload, memory_budget: float | None, mesh: MeshShape | None) -> int:
+    """The cheapest chunk size whose memory fits; the plan goes to stderr."""
+    rows = entry_rows(work.trie, work.samples.sequence, work.samples.position)
+    dtype = str(work.params["embed"].dtype)
+    plan = choose_for_trie(work.model, dtype, work.trie, rows, memory_budget=memory_budget, mesh=mesh)
+    print(plan, file=sys.stderr)
+    return plan.chunk_size
 
 
 def balance_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -14,10 +14,12 @@ import pytest
 from dta_jax.advantages import group_normalized
 from dta_jax.aggregation import aggregation_weights
 from dta_jax.config import load_config
+from dta_jax.losses import PPOClip
 from dta_jax.model import Params
+from dta_jax.objective import GAE, GroupNormalized, PreferencePairs, Returns
 from dta_jax.qwen3 import Qwen3, Qwen3Config
 from dta_jax.reference import dense_logits
-from dta_jax.sequence_losses import SequenceLoss, entry_cotangents
+from dta_jax.sequence_losses import DPO, SequenceLoss, entry_cotangents
 from dta_jax.settings import Train
 from dta_jax.tree_engine import TreeEngine
 from dta_jax.types import Samples
@@ -30,6 +32,16 @@ ROW = re.compile(r"^\| ([^|]+) \| (`Train\.loss[^|]*) \|", re.MULTILINE)
 LINES = {
     name: re.findall(r"`([^`]+)`", cell)
     for name, cell in ROW.findall((ROOT / "docs/algorithms.md").read_text())
+}
+
+# Rows that begin with how rewards are credited: what a token is worth differs, or there are no advantages.
+CREDITED = {
+    name: re.findall(r"`([^`]+)`", cell)
+    for name, cell in re.findall(
+        r"^\| ([^|]+) \| (`Train\.advantages[^|]*) \|",
+        (ROOT / "docs/algorithms.md").read_text(),
+        re.MULTILINE,
+    )
 }
 
 Advantage = Callable[[np.ndarray], np.ndarray]  # of one group's rewards
@@ -103,13 +115,24 @@ def test_the_table_and_the_papers_list_the_same_algorithms() -> None:
     assert list(LINES) == list(PAPERS)
 
 
+@pytest.mark.parametrize(
+    ("name", "loss", "credit"),
+    [("PPO with a critic", PPOClip, GAE), ("REINFORCE++", PPOClip, Returns), ("DPO", DPO, PreferencePairs)],
+)
+def test_config_lines_make_the_credit(name: str, loss: type, credit: type) -> None:
+    train = load_config(ROOT / "configs/offline.gin", CREDITED[name])
+    assert (type(train.loss), type(train.advantages)) == (loss, credit)
+    assert (train.critic is not None) == (credit is GAE)
+    assert len(CREDITED) == 3
+
+
 @pytest.mark.parametrize("name", PAPERS)
 def test_config_lines_make_the_papers_loss_and_gradient(name: str, rng: np.random.Generator) -> None:
     train, (paper, advantage_of) = settings(name), PAPERS[name]
     batch, rewards = rewarded_batch(name, rng)
     samples, values, logp, entropy = entries_of(batch)
     assert (train.advantages is None) == (advantage_of is None)
-    if train.advantages is not None:
+    if isinstance(train.advantages, GroupNormalized):
         how = train.advantages
         advantages = group_normalized(
             rewards,
