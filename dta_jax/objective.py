@@ -168,7 +168,8 @@ class Aggregate:
 
     Attributes:
       kind: which mean.
-      unit: what counts as one sequence in it, a completion or a whole rollout (an episode).
+      unit: what counts as one sequence in it, a completion or a whole rollout (an episode); with
+        `PreferencePairs` it is the pair.
       divisor: tokens, for kind "constant" only.
     """
 

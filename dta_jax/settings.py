@@ -342,6 +342,14 @@ class Train:
             expected = f"{drawn}, the Sampling.temperature of its rollouts"
             _check(self, "temperature", self.temperature == drawn, expected)
             _check(self, "max_groups", self.max_groups is None, "None: rollouts are made on the way")
+            alone = live.collect.group_size == 1
+            of_groups = isinstance(self.advantages, PreferencePairs) or (
+                isinstance(self.advantages, GroupNormalized) and self.advantages.mean == "group"
+            )
+            if alone and of_groups:
+                kind = type(self.advantages).__name__
+                expected = f"at least 2, because {kind} compares episodes of a group"
+                raise InputError("Collect", "group_size", expected=expected, actual=1)
         unknown = set(self.loss.required) - _READABLE
         _check(self, "loss", not unknown, f"a loss that reads only {', '.join(sorted(_READABLE))}")
         credit, required = self.advantages, set(self.loss.required)
@@ -358,8 +366,6 @@ class Train:
         wanted = "a critic, or ValueClip in the loss" if isinstance(credit, GAE) else "None without GAE"
         critics = (self.critic is not None) + self.trains_values
         _check(self, "critic", critics == isinstance(credit, GAE), f"{wanted}, not both")
-        whole = self.aggregate.unit == "completion" or not isinstance(credit, PreferencePairs)
-        _check(self, "aggregate", whole, "unit 'completion': with PreferencePairs the unit is the pair")
         weighs = isinstance(credit, GroupNormalized | Returns | GAE)
         _check(
             self, "sequence_correction", self.sequence_correction is None or weighs, "None without advantages"
