@@ -1,21 +1,24 @@
 """Losses as the papers write them: numpy, one sequence after the other, loops and minima spelled out.
 
 Nothing here is shared with the package. A batch is a list of sequences; each has arrays over its own
-tokens. Log-probabilities may be complex, and comparisons look at real parts, so that `gradient` can take the
-complex step, which is exact to rounding. What a paper detaches is read from `logp_sg`.
+tokens with loss. Log-probabilities may be complex, and comparisons look at real parts, so that `gradient` can
+take the complex step, which is exact to rounding. What a paper detaches is read from `logp_sg`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 
 @dataclass
 class Sequence:
-    """One sampled sequence o_i: arrays over its tokens; `advantage` may differ from token to token."""
+    """One sampled sequence o_i: arrays over its tokens; `advantage` may differ from token to token.
+
+    `weight` is for sums that are no means; `value`, `target` and `old_value` (v, R and v_old) for critics.
+    """
 
     logp: np.ndarray
     entropy: np.ndarray
@@ -23,6 +26,10 @@ class Sequence:
     prox: np.ndarray
     ref: np.ndarray
     advantage: np.ndarray
+    weight: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    value: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    target: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    old_value: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def __post_init__(self) -> None:
         self.logp_sg = self.logp.copy()
@@ -33,6 +40,8 @@ class Sequence:
 
 Batch = list[Sequence]
 Loss = Callable[[Batch], complex]
+Term = Callable[[Sequence, int], complex]  # of one token
+RatioLoss = Callable[[complex, float], complex]  # of a ratio and an advantage
 
 
 def random_batch(rng: np.random.Generator, lengths: tuple[int, ...] = (1, 4, 7, 2, 5)) -> Batch:
@@ -75,16 +84,109 @@ def sigmoid(x: complex) -> complex:
     return 1 / (1 + np.exp(-x))
 
 
-def token_mean(batch: Batch, term: Callable[[Sequence, int], complex]) -> complex:
+def token_mean(batch: Batch, term: Term) -> complex:
     return sum(term(o, t) for o in batch for t in range(len(o))) / sum(len(o) for o in batch)
 
 
-def sequence_mean(batch: Batch, term: Callable[[Sequence, int], complex]) -> complex:
+def sequence_mean(batch: Batch, term: Term) -> complex:
     return sum(sum(term(o, t) for t in range(len(o))) / len(o) for o in batch) / len(batch)
 
 
+def weighted(batch: Batch, term: Term) -> complex:
+    return sum(o.weight[t] * term(o, t) for o in batch for t in range(len(o)))
+
+
+def clipped_objective(r: complex, a: float, low: float, high: float) -> complex:
+    """PPO, eq. 7, with the two bounds of DAPO, eq. 10."""
+    return smaller(r * a, clip(r, 1 - low, 1 + high) * a)
+
+
+def clipped(low: float = 0.2, high: float = 0.2, dual: float | None = None) -> RatioLoss:
+    """PPO's loss; with `dual`, Ye et al.'s: max(objective, c A) where A < 0."""
+
+    def loss(r: complex, a: float) -> complex:
+        objective = clipped_objective(r, a, low, high)
+        return -(larger(objective, dual * a) if dual is not None and a < 0 else objective)
+
+    return loss
+
+
+def gated(tau_positive: float = 1.0, tau_negative: float = 1.05) -> RatioLoss:
+    """SAPO's loss."""
+
+    def loss(r: complex, a: float) -> complex:
+        tau = tau_positive if a > 0 else tau_negative
+        return -sigmoid(tau * (r - 1)) * 4 / tau * a
+
+    return loss
+
+
+def of_ratio(loss: RatioLoss, anchor: str = "old") -> Term:
+    """`loss` of pi / pi_anchor; the anchor "logp_sg" is the policy itself."""
+    return lambda o, t: loss(np.exp(o.logp[t] - getattr(o, anchor)[t]), o.advantage[t])
+
+
+def negative_log(o: Sequence, t: int) -> complex:
+    return -o.logp[t]
+
+
+def policy_gradient(o: Sequence, t: int) -> complex:
+    return -o.advantage[t] * o.logp[t]
+
+
+def clipped_weight(low: float = 0.0, high: float = np.inf, anchor: str = "old") -> Term:
+    """CISPO, MiniMax-M1: -sg(clip(ratio, low, high)) A log p."""
+
+    def term(o: Sequence, t: int) -> complex:
+        weight = clip(np.exp(o.logp_sg[t]) / np.exp(getattr(o, anchor)[t]), low, high)
+        return -weight * o.advantage[t] * o.logp[t]
+
+    return term
+
+
+def divergence(kind: str, r: complex) -> complex:
+    """Schulman's estimators of KL[q, p] at q's samples, r = p / q."""
+    return {"k1": -np.log(r), "k2": np.log(r) ** 2 / 2, "k3": (r - 1) - np.log(r)}[kind]
+
+
+def from_reference(kind: str = "k3") -> Term:
+    """KL[pi, pi_ref], estimated; k3 is GRPO's eq. 4."""
+    return lambda o, t: divergence(kind, np.exp(o.ref[t] - o.logp[t]))
+
+
+def behaviour(term: Term, bounded: Callable[[float], float], target: str = "prox") -> Term:
+    """Hilton et al.: pi_target / pi_behaviour, `bounded`, times the token's loss."""
+    return lambda o, t: bounded(np.exp(getattr(o, target)[t]) / np.exp(o.old[t])) * term(o, t)
+
+
+def kept_within(low: float, high: float, metric: Callable[[float], float] = float) -> Callable:
+    """IcePop's M: the weight where its metric is within bounds, else 0."""
+    return lambda k: k if low <= metric(k) <= high else 0.0
+
+
+def squared_error(eps: float | None = None, coef: float = 1.0) -> Term:
+    """PPO's critic as implemented: the larger of two squares, in one of which v moves at most eps."""
+
+    def term(o: Sequence, t: int) -> complex:
+        v, v_old, target = o.value[t], o.old_value[t], o.target[t]
+        plain = (v - target) ** 2
+        if eps is None:
+            return coef * plain / 2
+        return coef * larger(plain, (v_old + clip(v - v_old, -eps, eps) - target) ** 2) / 2
+
+    return term
+
+
+def added(*terms: tuple[float, Term]) -> Term:
+    return lambda o, t: sum(coef * term(o, t) for coef, term in terms)
+
+
+def entropy(o: Sequence, t: int) -> complex:
+    return o.entropy[t]
+
+
 def nll(batch: Batch) -> complex:
-    return token_mean(batch, lambda o, t: -o.logp[t])
+    return token_mean(batch, negative_log)
 
 
 def reinforce(batch: Batch) -> complex:
@@ -92,39 +194,17 @@ def reinforce(batch: Batch) -> complex:
     return -sum(o.advantage[0] * sum(o.logp) for o in batch) / len(batch)
 
 
-def clipped_objective(r: complex, a: float, low: float, high: float) -> complex:
-    """PPO, eq. 7."""
-    return smaller(r * a, clip(r, 1 - low, 1 + high) * a)
-
-
 def ppo(batch: Batch) -> complex:
-    return -token_mean(
-        batch, lambda o, t: clipped_objective(np.exp(o.logp[t] - o.old[t]), o.advantage[t], 0.2, 0.2)
-    )
+    return token_mean(batch, of_ratio(clipped()))
 
 
 def ppo_dual_clip(batch: Batch, c: float = 1.5) -> complex:
-    def term(o: Sequence, t: int) -> complex:
-        r, a = np.exp(o.logp[t] - o.old[t]), o.advantage[t]
-        single = clipped_objective(r, a, 0.2, 0.2)
-        return larger(single, c * a) if a < 0 else single
-
-    return -token_mean(batch, term)
-
-
-def k3(o: Sequence, t: int) -> complex:
-    """GRPO, eq. 4."""
-    return np.exp(o.ref[t] - o.logp[t]) - (o.ref[t] - o.logp[t]) - 1
+    return token_mean(batch, of_ratio(clipped(dual=c)))
 
 
 def grpo(batch: Batch) -> complex:
     """GRPO, eq. 3, beta 0.04."""
-
-    def term(o: Sequence, t: int) -> complex:
-        r = np.exp(o.logp[t] - o.old[t])
-        return clipped_objective(r, o.advantage[t], 0.2, 0.2) - 0.04 * k3(o, t)
-
-    return -sequence_mean(batch, term)
+    return sequence_mean(batch, added((1, of_ratio(clipped())), (0.04, from_reference())))
 
 
 def grpo_k1(batch: Batch) -> complex:
@@ -137,80 +217,66 @@ def grpo_k2(batch: Batch) -> complex:
 
 def dr_grpo(batch: Batch, budget: int = 16) -> complex:
     """GRPO without the length in the denominator; a fixed budget of tokens in its place."""
-    total = 0
-    for o in batch:
-        for t in range(len(o)):
-            total += clipped_objective(np.exp(o.logp[t] - o.old[t]), o.advantage[t], 0.2, 0.2) / budget
-    return -total / len(batch)
+    term = of_ratio(clipped())
+    return sum(term(o, t) / budget for o in batch for t in range(len(o))) / len(batch)
 
 
 def dapo(batch: Batch) -> complex:
     """DAPO, eq. 8 with the bounds of eq. 10."""
-    return -token_mean(
-        batch, lambda o, t: clipped_objective(np.exp(o.logp[t] - o.old[t]), o.advantage[t], 0.2, 0.28)
-    )
+    return token_mean(batch, of_ratio(clipped(high=0.28)))
 
 
 def cispo(batch: Batch, cap: float = 1.5) -> complex:
     """MiniMax-M1: sg(clipped ratio) A log p; no lower bound."""
-
-    def term(o: Sequence, t: int) -> complex:
-        weight = min(np.exp(o.logp_sg[t] - o.old[t]), cap)
-        return weight * o.advantage[t] * o.logp[t]
-
-    return -token_mean(batch, term)
+    return token_mean(batch, clipped_weight(high=cap))
 
 
 def sapo(batch: Batch) -> complex:
-    def term(o: Sequence, t: int) -> complex:
-        tau = 1.0 if o.advantage[t] > 0 else 1.05
-        return sigmoid(tau * (np.exp(o.logp[t] - o.old[t]) - 1)) * 4 / tau * o.advantage[t]
-
-    return -sequence_mean(batch, term)
+    return sequence_mean(batch, of_ratio(gated()))
 
 
 def decoupled_ppo(batch: Batch, cap: float = 1.2) -> complex:
     """Hilton et al.: pi_prox / pi_behaviour times PPO around pi_prox; the first factor capped."""
-
-    def term(o: Sequence, t: int) -> complex:
-        behaviour = min(np.exp(o.prox[t]) / np.exp(o.old[t]), cap)
-        return behaviour * clipped_objective(np.exp(o.logp[t] - o.prox[t]), o.advantage[t], 0.2, 0.2)
-
-    return -token_mean(batch, term)
+    return token_mean(batch, behaviour(of_ratio(clipped(), "prox"), lambda k: min(k, cap)))
 
 
 def icepop(batch: Batch, low: float = 0.5, high: float = 1.5) -> complex:
     """A token takes part if pi_train / pi_infer is within bounds."""
-
-    def term(o: Sequence, t: int) -> complex:
-        k = np.exp(o.prox[t]) / np.exp(o.old[t])
-        masked = k if low <= k <= high else 0.0
-        return masked * clipped_objective(np.exp(o.logp[t] - o.prox[t]), o.advantage[t], 0.2, 0.2)
-
-    return -token_mean(batch, term)
+    return token_mean(batch, behaviour(of_ratio(clipped(), "prox"), kept_within(low, high)))
 
 
 def truncated_reinforce(batch: Batch, cap: float = 1.1) -> complex:
     """Yao et al.: min(pi_learner / pi_sampler, C) A grad log p, the learner being the current policy."""
-
-    def term(o: Sequence, t: int) -> complex:
-        return min(np.exp(o.logp_sg[t] - o.old[t]), cap) * o.advantage[t] * o.logp[t]
-
-    return -token_mean(batch, term)
+    return token_mean(batch, behaviour(policy_gradient, lambda k: min(k, cap), "logp_sg"))
 
 
 def truncated_importance_sampling(batch: Batch, cap: float) -> complex:
     """Yao et al.: min(pi_learner / pi_sampler, C) times PPO around the learner, at its first update."""
-
-    def term(o: Sequence, t: int) -> complex:
-        weight = min(np.exp(o.logp_sg[t]) / np.exp(o.old[t]), cap)
-        return weight * clipped_objective(np.exp(o.logp[t] - o.logp_sg[t]), o.advantage[t], 0.2, 0.2)
-
-    return -token_mean(batch, term)
+    first = of_ratio(clipped(), "logp_sg")
+    return token_mean(batch, behaviour(first, lambda k: min(k, cap), "logp_sg"))
 
 
 def ppo_entropy(batch: Batch) -> complex:
-    return ppo(batch) - 0.01 * token_mean(batch, lambda o, t: o.entropy[t])
+    return ppo(batch) - 0.01 * token_mean(batch, entropy)
+
+
+def sequence_ratio(
+    batch: Batch,
+    loss: RatioLoss,
+    average: Callable[[np.ndarray], complex] = np.mean,
+    anchor: str = "old",
+    per_token: bool = False,
+) -> complex:
+    """GSPO's ratios, under any loss of a ratio, and weighted: s_i, or `per_token` GSPO-token's s_it."""
+    total = 0
+    for o in batch:
+        start = getattr(o, anchor)
+        for t in range(len(o)):
+            s = np.exp(average((o.logp_sg if per_token else o.logp) - start))
+            if per_token:
+                s = s * np.exp(o.logp[t]) / np.exp(o.logp_sg[t])
+            total += o.weight[t] * loss(s, o.advantage[t])
+    return total
 
 
 def gspo(batch: Batch, low: float = 0.1, high: float = 0.15) -> complex:
@@ -237,13 +303,22 @@ def sequence_ppo(batch: Batch) -> complex:
     total = 0
     for o in batch:
         total += clipped_objective(np.exp(sum(o.logp - o.old)), o.advantage[0], 0.2, 0.2)
-    return -total / len(batch) + 0.05 * sequence_mean(batch, k3)
+    return -total / len(batch) + 0.05 * sequence_mean(batch, from_reference())
 
 
-def dpo(batch: Batch) -> complex:
-    """DPO, eq. 7, beta 0.3; sequences 2i and 2i + 1 are chosen and rejected."""
-    total = 0
-    for chosen, rejected in zip(batch[::2], batch[1::2], strict=True):
-        up, down = sum(chosen.logp - chosen.ref), sum(rejected.logp - rejected.ref)
-        total += -np.log(sigmoid(0.3 * up - 0.3 * down))
-    return total / (len(batch) // 2)
+def preference(chosen: Sequence, rejected: Sequence, beta: float) -> complex:
+    """DPO, eq. 7, of one pair."""
+    up, down = sum(chosen.logp - chosen.ref), sum(rejected.logp - rejected.ref)
+    return -np.log(sigmoid(beta * up - beta * down))
+
+
+def dpo(batch: Batch, beta: float = 0.3) -> complex:
+    """The mean over pairs; sequences 2i and 2i + 1 are chosen and rejected."""
+    pairs = zip(batch[::2], batch[1::2], strict=True)
+    return sum(preference(*pair, beta) for pair in pairs) / (len(batch) // 2)
+
+
+def weighted_dpo(batch: Batch, beta: float = 0.3) -> complex:
+    """A pair's weight is that of all its tokens."""
+    pairs = zip(batch[::2], batch[1::2], strict=True)
+    return sum((sum(a.weight) + sum(b.weight)) * preference(a, b, beta) for a, b in pairs)

@@ -168,14 +168,14 @@ def test_no_finite_input_makes_a_nan_gradient(loss: TokenLoss) -> None:
     grid = np.array(list(itertools.product(extremes, extremes, extremes, advantages)), np.float32)
     logp, old, other, advantage = jnp.asarray(grid.T)
     entries = {"advantage": advantage, "old_logp": old, "prox_logp": other, "ref_logp": other}
-    entries |= {"return": other, "old_value": old}
+    entries |= {"return": other, "old_value": old, "value": advantage}
     slopes = jax.vmap(jax.grad(loss, argnums=(0, 1)))(logp, -logp, entries)
     assert not np.isnan(slopes).any()
 
 
 @pytest.mark.parametrize("loss", EVERY_LOSS, ids=str)
 def test_a_token_of_probability_zero_makes_no_nan_gradient(loss: TokenLoss) -> None:
-    entry = {name: jnp.float32(-0.5) for name in loss.required}
+    entry = {name: jnp.float32(-0.5) for name in (*loss.required, "value")}
     for advantage in (-1.0, 0.0, 1.0):
         slope = jax.grad(loss)(
             jnp.float32(-np.inf), jnp.float32(0), entry | {"advantage": jnp.float32(advantage)}
