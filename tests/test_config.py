@@ -20,6 +20,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.gin"))
 GIVEN = {
     "quickstart.gin": [],
     "offline.gin": [],
+    "bandit.gin": [],
     "sft.gin": ["ROLLOUTS = 'some.npz'"],
     "tau_airline_offline.gin": ["ROLLOUTS = 'some.npz'"],
 }
