@@ -181,7 +181,10 @@ def test_recorded_configs_ask_for_their_file(name):
         ("PPOClip.eps_low = 2", r"PPOClip\.eps_low: expected a number in \[0, 1\]; got 2"),
         ("Qwen3Config.head_dim = 15", r"Qwen3Config\.head_dim: expected an even number .*; got 15"),
         ("SyntheticRollouts.branching = 2", r"SyntheticRollouts\.branching: expected at most 1; got 2"),
-        ("Planner.chunk_size = 0", r"Planner\.chunk_size: expected 1 to 512, or a multiple of 128; got 0"),
+        (
+            "Planner.chunk_size = 0",
+            r"Planner\.chunk_size: expected 'auto', 1 to 512, or a multiple of 128; got 0",
+        ),
         ("Planner.chunk_size = 600", r"Planner\.chunk_size: .* a multiple of 128; got 600"),
         ("Planner.chunk_size = -128", r"Planner\.chunk_size: .* a multiple of 128; got -128"),
         ("Aggregate.divisor = 3", r"Aggregate\.divisor: expected None for token_mean; got 3"),
