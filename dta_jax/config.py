@@ -183,8 +183,10 @@ def _parse(text: str, source: str, inside: tuple[str, ...] = ()) -> Iterator[_Bi
     except (SyntaxError, tokenize.TokenError) as error:
         line = error.lineno if isinstance(error, SyntaxError) else error.args[1][0]
         where = f"{source}:{line}" if in_file else source
-        reason = str(error.args[0]).strip().splitlines()[0]
-        raise InputError(where, "syntax", expected="Name.field = value", actual=reason) from None
+        reason, hint = str(error.args[0]).strip().splitlines()[0], ""
+        if reason.startswith("malformed node"):
+            reason, hint = "a value that is no literal", "text needs quotes of its own: 'ROLLOUTS = \"FILE\"'"
+        raise InputError(where, "syntax", expected="Name.field = value", actual=reason, hint=hint) from None
 
 
 def _check_names(bindings: Sequence[_Binding]) -> None:

@@ -194,6 +194,7 @@ def test_recorded_configs_ask_for_their_file(name):
         ),
         ("Train.steps", r"syntax: expected Name\.field = value; got "),
         ("Train.steps = ", r"syntax: expected Name\.field = value; got "),
+        ("RecordedRollouts.path = a.npz", r"syntax: .* got a value that is no literal; text needs quotes"),
         ("Train.steps = [1,", r"syntax: expected Name\.field = value; got "),
         ("Train.steps = 1 +", r"syntax: expected Name\.field = value; got "),
         ("Train.seed = 4294967296", r"Train\.seed: expected 0 to 2\^32 - 1; got 4294967296"),
