@@ -11,9 +11,10 @@ does later is caught by fingerprints; the checkpoint before is used then.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from dta_jax.errors import InputError
+from dta_jax.errors import InputError, RunError
 
 
 class DamagedCheckpointError(InputError):
@@ -65,6 +66,9 @@ class CheckpointStore:
           step: optimizer updates that the state has seen.
           state: a pytree of arrays.
           run: everything else, as JSON.
+
+        Raises:
+          RunError: it cannot be written, or the one before could not.
         """
         prints = jax.device_get(fingerprints(state))
         arrays = {
@@ -74,7 +78,8 @@ class CheckpointStore:
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(state), run=ocp.args.JsonSave({**run, "arrays": arrays})
         )
-        self._manager.save(step, args=args)
+        with self._saving():
+            self._manager.save(step, args=args)
 
     def newest(
         self, like: Any, check: Callable[[int, Mapping[str, Any]], None], shardings: Any = None
@@ -122,8 +127,21 @@ class CheckpointStore:
         self._manager.reload()
 
     def close(self) -> None:
-        """Waits until everything is on disk."""
-        self._manager.close()
+        """Waits until everything is on disk.
+
+        Raises:
+          RunError: it could not be written.
+        """
+        with self._saving():
+            self._manager.close()
+
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # tensorstore raises a ValueError for a full disk
+            message = f"{self._directory}: a checkpoint cannot be written: {_reason(error)}"
+            raise RunError(message) from error
 
     def _state(self, step: int, run: Mapping[str, Any], like: Any, shardings: Any) -> Any:
         saved = run["arrays"]
@@ -158,11 +176,16 @@ class CheckpointStore:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
         except Exception as error:  # orbax raises a bare Exception for an array that it cannot decode
-            cause = error.__cause__ or error
-            reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
             raise DamagedCheckpointError(
-                self._directory / str(step), item, expected="a whole checkpoint", actual=reason[:200]
+                self._directory / str(step), item, expected="a whole checkpoint", actual=_reason(error)[:200]
             ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what an error of orbax says, without the specification of the array."""
+    cause = error.__cause__ or error
+    line = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+    return line.split(" [tensorstore_spec=")[0]
 
 
 def check_run(step: Path, run: Any) -> None:

@@ -29,7 +29,7 @@ import jax
 import numpy as np
 from scipy.optimize import nnls
 
-from dta_jax.errors import InputError
+from dta_jax.errors import InputError, writing
 from dta_jax.losses import NLL, TokenLoss
 from dta_jax.model import DecoderModel, Params
 from dta_jax.planner import CostModel, widths
@@ -73,6 +73,10 @@ class Fingerprint:
         )
 
 
+class OtherFingerprintError(InputError):
+    """A fit that holds for another machine, model or chunk size."""
+
+
 @dataclass(frozen=True)
 class CostFit:
     """A cost model in forward passes of one row, and what such a pass takes.
@@ -96,15 +100,19 @@ class CostFit:
         return self.row_seconds * schedule_cost(schedule, self.cost)
 
     def save(self, file: Path | str) -> None:
-        """Writes a JSON file."""
-        Path(file).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        """Writes a JSON file, whole or not at all."""
+        partial = Path(file).with_name(f".{Path(file).name}.partial")
+        with writing(file):
+            partial.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+            os.replace(partial, file)
 
 
 def load_fit(file: Path | str, fingerprint: Fingerprint) -> CostFit:
     """Reads what `CostFit.save` wrote.
 
     Raises:
-      InputError: no such file, not a fit, or a fit for another machine, model or chunk size.
+      OtherFingerprintError: a fit for another machine, model or chunk size.
+      InputError: no such file, or not a fit.
     """
     try:
         found = json.loads(Path(file).read_text(encoding="utf-8"))
@@ -115,7 +123,7 @@ def load_fit(file: Path | str, fingerprint: Fingerprint) -> CostFit:
     for name, value in asdict(fingerprint).items():
         if getattr(saved, name) != value:
             hint = "measure anew on this machine with refit=True"
-            raise InputError(file, name, expected=value, actual=getattr(saved, name), hint=hint)
+            raise OtherFingerprintError(file, name, expected=value, actual=getattr(saved, name), hint=hint)
     return fit
 
 
@@ -137,13 +145,17 @@ def saved_fit(
       refit: whether to measure where the file is missing or for something else.
 
     Raises:
-      InputError: it is, and `refit` is False.
+      InputError: it is, and `refit` is False; or it is no fit at all, or there is no folder to write it to.
     """
-    try:
-        return load_fit(file, Fingerprint.of(model, params, chunk_size))
-    except InputError:
-        if not refit:
-            raise
+    file = Path(file)
+    if file.exists() or not refit:
+        try:
+            return load_fit(file, Fingerprint.of(model, params, chunk_size))
+        except OtherFingerprintError:
+            if not refit:
+                raise
+    elif not file.parent.is_dir():
+        raise InputError(file, "folder", expected="one that exists", actual="no such folder")
     fit = fit_cost(model, params, chunk_size=chunk_size, longest=longest, repeat=repeat)
     fit.save(file)
     return fit
@@ -274,6 +286,6 @@ def fit_terms(terms: np.ndarray, kind: np.ndarray, seconds: np.ndarray) -> tuple
             "seconds",
             expected="PUSH and BACK of several widths, dearer the wider they are",
             actual=f"{row} s per row, BACK {backward:.3g} times PUSH",
-            hint="measure with more repeats, on a machine that does nothing else",
+            hint="measure on a machine that does nothing else, or do without: no Planner.cost_file",
         )
     return CostModel(backward, 1.0, attention / row, launch / row, entry / row), row

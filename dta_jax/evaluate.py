@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from dta_jax.collect.evaluation import Evaluate
 from dta_jax.collect.loop import Collector
 from dta_jax.config import load_config
-from dta_jax.errors import InputError, run_command
+from dta_jax.errors import InputError, run_command, writing
 from dta_jax.export import read_checkpoint
 from dta_jax.generation.sglang import SGLang
 from dta_jax.generation.vllm import VLLM
@@ -61,7 +61,7 @@ def evaluate_run(
     collector = Collector(
         source.environment,
         generator,
-        replace(source.collect, max_context=check_fits(source, config)),
+        replace(source.collect, max_context=check_fits(source, config, train.max_length)),
         seed=train.seed,
         chat=load_chat(source, config.vocab_size),
         batch_groups=1,
@@ -81,7 +81,9 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
     found = {int(path.name): path for path in (folder / "checkpoints").glob("*") if path.name.isdigit()}
     if not found or (step is not None and step not in found):
         steps = f"one of {', '.join(map(str, sorted(found)))}" if found else "a checkpoint"
-        raise InputError(folder / "checkpoints", "step", expected=steps, actual=step or "none")
+        raise InputError(
+            folder / "checkpoints", "step", expected=steps, actual="none" if step is None else step
+        )
     return found[max(found) if step is None else step]
 
 
@@ -98,10 +100,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gin", action="append", default=[], metavar="BINDING", help="overrides a binding")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything, per task too, there")
     args = parser.parse_args(arguments)
+    if args.json is not None and not args.json.parent.is_dir():
+        raise InputError(
+            args.json, "--json", expected="a file in a folder that exists", actual="no such folder"
+        )
     found = evaluate_run(args.run, step=args.step, how=_settings(args), overrides=args.gin)
-    if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(_numbers(found)))
+    if args.json is not None:
+        with writing(args.json):
+            args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def _settings(args: argparse.Namespace) -> Evaluate | None:

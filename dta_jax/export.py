@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="default: the one that the run computed with")
     parser.add_argument("--max-shard-gb", type=float, default=DEFAULT_SHARD_BYTES / 1e9, metavar="GB")
     args = parser.parse_args(arguments)
-    absl_logging.set_verbosity(absl_logging.ERROR)
+    absl_logging.set_verbosity(absl_logging.FATAL)
     if not 1e-9 <= args.max_shard_gb < math.inf:
         raise InputError("export", "--max-shard-gb", expected="a positive size", actual=args.max_shard_gb)
     shard = int(args.max_shard_gb * 1e9)

@@ -7,21 +7,25 @@ saved         what a checkpoint needs beside the weights; accepted rollouts are 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import tree
 
+from dta_jax.advantages import informative
 from dta_jax.chat import Chat
 from dta_jax.chat_template import load_template
 from dta_jax.collect.evaluation import Evaluate
 from dta_jax.collect.loop import Collector
 from dta_jax.envs.bandit import Bandit
 from dta_jax.envs.game import TreasureHunt
-from dta_jax.errors import InputError
+from dta_jax.episode_rows import episode_returns, episodes_of
+from dta_jax.errors import InputError, RunError, writing
 from dta_jax.generation.local import LocalSampler
 from dta_jax.generation.openai import OpenAIGenerator, OpenAIServer
 from dta_jax.generation.protocol import Generator
@@ -29,9 +33,9 @@ from dta_jax.generation.sglang import SGLang, sglang_generator
 from dta_jax.generation.vllm import VLLM, vllm_generator
 from dta_jax.learner import Learner, Planned, TrainState
 from dta_jax.model import Params
-from dta_jax.objective import make_batch
+from dta_jax.objective import PreferencePairs, make_batch
 from dta_jax.qwen3 import Qwen3, Qwen3Config
-from dta_jax.rollouts import load_rollouts, save_rollouts
+from dta_jax.rollouts import Rollouts, load_rollouts, save_rollouts
 from dta_jax.settings import LiveRollouts
 from dta_jax.tokenizer import load_tokenizer
 
@@ -59,6 +63,11 @@ class LiveFeed:
         saved: Mapping[str, Any] | None,
     ):
         self._learner, self._out, self._save_every = learner, out, settings.save_every
+        for name in ("accepted", "rollouts") if settings.save_every else ("accepted",):
+            try:
+                (out / name).mkdir(exist_ok=True)
+            except OSError as error:
+                raise InputError(out / name, "folder", expected="a folder", actual=error.strerror) from None
         self._collector = Collector(
             settings.environment,
             make_generator(settings, learner.model, params, version=start, seed=learner.train.seed),
@@ -68,11 +77,15 @@ class LiveFeed:
             chat=load_chat(settings, learner.model.config.vocab_size),
             batch_groups=learner.train.batch_groups,
         )
-        if isinstance(settings.generator, SGLang | VLLM):
-            self._collector.publish(params, start)
-        if saved is not None:
-            accepted = load_rollouts(_accepted(out, start)) if saved["accepted"] else None
-            self._collector.restore(saved, accepted)
+        try:
+            if isinstance(settings.generator, SGLang | VLLM):
+                self._collector.publish(params, start)
+            if saved is not None:
+                accepted = _load_accepted(_accepted(out, start)) if saved["accepted"] else None
+                self._collector.restore(saved, accepted)
+        except BaseException:
+            self._collector.close()
+            raise
 
     def __enter__(self) -> LiveFeed:
         return self
@@ -86,10 +99,26 @@ class LiveFeed:
         # A batch that reaches into the next epoch may have a task twice, in two groups.
         rollouts = replace(found.rollouts, task_id=found.group)
         if self._save_every is not None and step % self._save_every == 0:
-            (self._out / "rollouts").mkdir(exist_ok=True)
-            save_rollouts(self._out / "rollouts" / f"{step}.npz", rollouts)
+            file = self._out / "rollouts" / f"{step}.npz"
+            with writing(file):
+                save_rollouts(file, rollouts)
+        self._stop_if_useless(rollouts, step)
         batch = make_batch(rollouts, self._learner.train.objective)
         return self._learner.plan(batch, found.metrics)
+
+    def _stop_if_useless(self, rollouts: Rollouts, step: int) -> None:
+        if not rollouts.completion_spans.size:
+            raise RunError(
+                f"step {step}: no episode has an answer: every first prompt fills the context of "
+                f"{self._learner.longest} tokens"
+            )
+        if isinstance(self._learner.train.advantages, PreferencePairs):
+            group = rollouts.require("task_id")[episodes_of(rollouts)[0]]
+            if not informative(episode_returns(rollouts), group).any():
+                raise RunError(
+                    f"step {step}: there is no pair to prefer: rewards are equal within every group; "
+                    "Collect.skip_equal = True replaces such groups, as far as Collect.max_resampled allows"
+                )
 
     def publish(self, state: TrainState, step: int) -> None:
         """Hands the weights of a step to the engine."""
@@ -110,9 +139,9 @@ class LiveFeed:
         """
         snapshot = self._collector.state()
         file = _accepted(self._out, step)
-        file.parent.mkdir(exist_ok=True)
         if snapshot.accepted is not None:
-            save_rollouts(file, snapshot.accepted)
+            with writing(file):
+                save_rollouts(file, snapshot.accepted)
         older = sorted((int(path.stem), path) for path in file.parent.glob("[0-9]*.npz"))
         for _, path in older[: -keep - 1]:
             path.unlink()
@@ -167,13 +196,16 @@ def load_chat(settings: LiveRollouts, vocab_size: int) -> Chat | None:
     return Chat(tokenizer, load_template(tokenizer), thinking=settings.thinking)
 
 
-def check_fits(settings: LiveRollouts, model: Qwen3Config) -> int:
-    """The longest context that a run can make, tokens.
+def check_fits(settings: LiveRollouts, model: Qwen3Config, max_length: int) -> int:
+    """The longest context that a run can make, tokens; `max_length` is `Train.max_length`.
 
     Raises:
-      InputError: it is longer than the model allows, or the environment has ids beyond the vocabulary.
+      InputError: the environment has ids beyond the vocabulary; or several processes train together.
     """
-    limits = [settings.collect.max_context, model.max_position_embeddings]
+    if jax.process_count() > 1:
+        expected = "one process: episodes of several would differ"
+        raise InputError("Train", "rollouts", expected=expected, actual=f"{jax.process_count()} processes")
+    limits = [settings.collect.max_context, model.max_position_embeddings, max_length]
     if isinstance(settings.generator, LocalSampler):
         limits.append(settings.generator.max_context)
     else:
@@ -184,6 +216,23 @@ def check_fits(settings: LiveRollouts, model: Qwen3Config) -> int:
             expected = f"at least {needed}, for {type(settings.environment).__name__}"
             raise InputError("model config", "vocab_size", expected=expected, actual=model.vocab_size)
     return min(limit for limit in limits if limit is not None)
+
+
+def _load_accepted(file: Path) -> Rollouts | None:
+    """Rollouts that were accepted and not trained on; None, with a warning, if their file is gone."""
+    if not file.exists():
+        warnings.warn(f"{file}: no such file; its episodes are played again", stacklevel=3)
+        return None
+    try:
+        return load_rollouts(file)
+    except InputError as error:
+        raise InputError(
+            file,
+            error.field,
+            expected=error.expected,
+            actual=error.actual,
+            hint="remove the file to have its episodes played again",
+        ) from None
 
 
 def _accepted(out: Path, step: int) -> Path:

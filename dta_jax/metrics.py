@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from dta_jax.errors import InputError
+from dta_jax.errors import InputError, writing
 
 
 class MetricsLog:
@@ -25,20 +25,24 @@ class MetricsLog:
     def __init__(self, path: Path, *, keep_through: int):
         kept = [row for row in read_metrics(path) if row["step"] <= keep_through] if path.exists() else []
         partial = path.with_name(f".{path.name}.partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        os.replace(partial, path)
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        with writing(path):
+            partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+            os.replace(partial, path)
+            self._file: TextIO = path.open("a", encoding="utf-8")
+        self._path = path
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends one object."""
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
 
     def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._file.close()
+        with writing(self._path):
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

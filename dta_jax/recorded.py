@@ -19,7 +19,7 @@ import numpy as np
 from dta_jax.advantages import informative
 from dta_jax.collect.evaluation import Evaluate
 from dta_jax.episode_rows import episodes_of
-from dta_jax.errors import InputError
+from dta_jax.errors import InputError, writing
 from dta_jax.learner import Learner, Planned, TrainState
 from dta_jax.objective import Batch, GroupNormalized, Objective, PreferencePairs, make_batch
 from dta_jax.plan_ahead import PlanAhead
@@ -205,8 +205,9 @@ def frozen_logprobs(
             known[index] = scorer(batch)
     if scorer is not None and jax.process_index() == 0:
         partial = file.with_name(f".{file.stem}.partial.npy")
-        np.save(partial, known)
-        os.replace(partial, file)
+        with writing(file):
+            np.save(partial, known)
+            os.replace(partial, file)
     return dict.fromkeys(names, known)
 
 

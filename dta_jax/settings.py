@@ -348,8 +348,8 @@ class Train:
             )
             if alone and of_groups:
                 kind = type(self.advantages).__name__
-                expected = f"at least 2, because {kind} compares episodes of a group"
-                raise InputError("Collect", "group_size", expected=expected, actual=1)
+                expected = f"Collect.group_size of at least 2, because {kind} compares a group's episodes"
+                raise InputError("Train", "rollouts", expected=expected, actual=1)
         unknown = set(self.loss.required) - _READABLE
         _check(self, "loss", not unknown, f"a loss that reads only {', '.join(sorted(_READABLE))}")
         credit, required = self.advantages, set(self.loss.required)

@@ -22,6 +22,8 @@ from typing import Any, Final
 
 import jax
 
+from dta_jax.errors import Terminated
+
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -63,7 +65,7 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
-            raise KeyboardInterrupt
+            raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
         self.received = signal.Signals(number)
         if self._interrupting:
             raise Stopped

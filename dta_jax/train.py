@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from absl import logging as absl_logging
 
 from dta_jax.checkpoint import CheckpointStore
 from dta_jax.config import changed_bindings, load_config, operative_config
-from dta_jax.errors import InputError, Interrupted, run_command
+from dta_jax.errors import InputError, Interrupted, RunError, run_command, writing
 from dta_jax.hf_config import config_to_hf, read_config
 from dta_jax.hosts import Hosts, connect, guarded
 from dta_jax.learner import Learner, TrainState
@@ -83,7 +84,7 @@ def prepare(train: Train) -> Run:
     else:
         config = train.model
     if isinstance(train.rollouts, LiveRollouts):
-        longest = check_fits(train.rollouts, config)
+        longest = check_fits(train.rollouts, config, train.max_length)
         entries = train.batch_groups * train.rollouts.collect.group_size * SAMPLED_TOKENS
         return Run(Learner.build(train, Qwen3(config), longest=longest, entries=entries), train.rollouts)
     source = load_source(
@@ -178,11 +179,15 @@ def run_training(
         store = stack.enter_context(CheckpointStore(out / "checkpoints", keep=train.checkpoints.keep))
         start, state = first_state(learner, store, check)
         if writes:
-            (out / "operative_config.gin").write_text(config_text, encoding="utf-8")
+            _write(out / "operative_config.gin", config_text)
         if start >= train.steps:
             return rows
         signals = stack.enter_context(StopSignals())
-        feed = _open_feed(run, state, out, start, resumed_from.get("collector"))
+        try:
+            with signals.interrupting():
+                feed = _open_feed(run, state, out, start, resumed_from.get("collector"))
+        except Stopped:
+            raise _interrupted(signals, start) from None
         stack.enter_context(feed)
         reference = None
         if isinstance(run.source, LiveRollouts) and "ref_logp" in train.reads:
@@ -190,6 +195,7 @@ def run_training(
         if writes:
             log = stack.enter_context(MetricsLog(out / "metrics.jsonl", keep_through=start))
             progress = stack.enter_context(Progress(start=start, steps=train.steps))
+        failed: RunError | InputError | None = None
         for step in range(start + 1, train.steps + 1):
             began = time.perf_counter()
             try:
@@ -197,25 +203,50 @@ def run_training(
                     planned = feed.get(step)
             except Stopped:
                 break
+            except (RunError, InputError) as error:
+                failed = error
+                break
             warm_up = train.planner.warm_up and step == start + 1
             state, row = learner.update(state, step, planned, reference, out, warm_up=warm_up)
-            feed.publish(state, step)
-            row["seconds"] = time.perf_counter() - began
-            last = step == train.steps or signals.received is not None
-            if train.evaluate is not None and (step % train.evaluate_every == 0 or step == train.steps):
-                row |= feed.evaluate(train.evaluate, step)
+            # Whatever happens from here on, the step is logged and saved; its row may lack the evaluation.
+            try:
+                with contextlib.suppress(Stopped), signals.interrupting():
+                    feed.publish(state, step)
+                    row["seconds"] = time.perf_counter() - began
+                    if train.evaluate is not None and (
+                        step % train.evaluate_every == 0 or step == train.steps
+                    ):
+                        row |= feed.evaluate(train.evaluate, step)
+            except (RunError, InputError) as error:
+                failed = error
+            last = step == train.steps or signals.received is not None or failed is not None
             if writes:
                 log.write(row)
                 progress.update(row)
             rows.append(row)
             if step % train.checkpoints.every == 0 or last:
                 save(step, state, feed, store)
+            if failed is not None:
+                break
         done = rows[-1]["step"] if rows else start
-        if signals.received is not None:
+        if failed is not None or signals.received is not None:
             if done not in store.steps() and rows:
                 save(done, state, feed, store)
-            raise Interrupted(signals.received, done)
+            raise failed or _interrupted(signals, done)
     return rows
+
+
+def _write(file: Path, text: str) -> None:
+    """Writes a file, whole or not at all: an older one stays when the disk is full."""
+    partial = file.with_name(f".{file.name}.partial")
+    with writing(file):
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, file)
+
+
+def _interrupted(signals: StopSignals, step: int) -> Interrupted:
+    assert signals.received is not None
+    return Interrupted(signals.received, step)
 
 
 def _open_feed(
@@ -246,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(arguments)
     connect(Hosts.from_environment())
-    absl_logging.set_verbosity(absl_logging.ERROR)
+    absl_logging.set_verbosity(absl_logging.FATAL)  # errors are raised, too
     train = load_config(args.config, args.gin)
     text = operative_config()
     if args.out is None and jax.process_count() > 1:

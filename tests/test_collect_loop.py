@@ -269,7 +269,7 @@ def test_a_snapshot_of_another_run_is_refused():
             c.restore(state, None)
     with (
         collector(FakeEnvironment(num_tasks=4)) as c,
-        pytest.raises(InputError, match="num_tasks: expected 4; got 5"),
+        pytest.raises(InputError, match="num_tasks: expected 5, as the run began; got 4"),
     ):
         c.restore(state, None)
     generator = FakeGenerator()

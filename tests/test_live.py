@@ -152,8 +152,9 @@ def test_batches_can_be_kept(tmp_path):
     assert load_rollouts(tmp_path / "rollouts" / "2.npz").num_rollouts == 6
 
 
-def test_a_step_without_signal_changes_nothing_and_goes_on(tmp_path):
-    rows = run(dataclasses.replace(collecting(group_size=1), steps=2), tmp_path)
+def test_a_step_without_signal_changes_nothing_and_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("dta_jax.envs.game.Hunt._distance", lambda _: 1)  # no move changes it or pays
+    rows = run(dataclasses.replace(SYNCHRONOUS, steps=2), tmp_path)
     assert [row["grad_norm"] for row in rows] == [0, 0]
     assert rows[0]["uniform_group_fraction"] == 1
 

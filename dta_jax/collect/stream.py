@@ -22,7 +22,7 @@ from dta_jax.collect.records import SOURCE, Group, group_of_episodes, groups_fro
 from dta_jax.collect.report import Tally
 from dta_jax.collect.settings import Collect
 from dta_jax.envs.protocol import Environment
-from dta_jax.errors import InputError
+from dta_jax.errors import InputError, RunError
 from dta_jax.generation.protocol import Generator
 from dta_jax.model import Params
 from dta_jax.rollouts import Rollouts, concatenate_rollouts
@@ -30,7 +30,7 @@ from dta_jax.rollouts import Rollouts, concatenate_rollouts
 _log = logging.getLogger(__name__)
 
 
-class CollectError(RuntimeError):
+class CollectError(RunError):
     """Collecting rollouts failed: nothing moves, everything is rejected, or a group is too stale."""
 
 
@@ -131,7 +131,9 @@ class GroupStream:
             raise InputError("Collector", "restore", expected="a call before the first batch", actual="later")
         for name, value in self._identity().items():
             if state[name] != value:
-                raise InputError("collector state", name, expected=value, actual=state[name])
+                hint = "a run keeps its tasks, groups and seed; choose another --out"
+                expected = f"{state[name]}, as the run began"
+                raise InputError("collector state", name, expected=expected, actual=value, hint=hint)
         groups = [] if accepted is None else groups_from_json(state["groups"], accepted)
         self._admission.restore(state, groups)
         self._restored = True

@@ -12,7 +12,7 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
-from dta_jax.errors import InputError
+from dta_jax.errors import InputError, RunError
 from dta_jax.model import Params
 
 StopReason: TypeAlias = Literal["stop", "length"]
@@ -65,7 +65,7 @@ class Completion:
     stop_reason: StopReason
 
 
-class GenerationError(RuntimeError):
+class GenerationError(RunError):
     """A call that failed for good: its episode counts as rejected. Never stands for an answer."""
 
 
