@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import logging as absl_logging
 
 from dta_jax.collect.evaluation import Evaluate
 from dta_jax.collect.loop import Collector
@@ -100,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gin", action="append", default=[], metavar="BINDING", help="overrides a binding")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything, per task too, there")
     args = parser.parse_args(arguments)
+    absl_logging.set_verbosity(absl_logging.FATAL)  # errors are raised, too
     if args.json is not None and not args.json.parent.is_dir():
         raise InputError(
             args.json, "--json", expected="a file in a folder that exists", actual="no such folder"

@@ -54,7 +54,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(path, "file", expected="one JSON object per line", actual=error) from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(path, "file", expected="one JSON object per line", actual=reason) from None
     lines = text[: text.rfind("\n") + 1].splitlines()
     return [_row(path, number, line) for number, line in enumerate(lines, start=1)]
 
@@ -70,7 +71,7 @@ def _row(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 class Progress:
-    """A progress bar: loss, dedupe ratio (flat / tree tokens), flat and tree tokens per second."""
+    """A progress bar: reward, loss, dedupe ratio (flat / tree tokens), flat and tree tokens per second."""
 
     def __init__(self, *, start: int, steps: int):
         self._bar = tqdm(
@@ -80,8 +81,9 @@ class Progress:
     def update(self, row: Mapping[str, Any]) -> None:
         """One step further."""
         seconds = max(row["seconds"], 1e-9)
+        reward = f"reward {row['reward_mean']:.3g}, " if "reward_mean" in row else ""
         self._bar.set_postfix_str(
-            f"loss {row['loss']:.4g}, tokens {row['tree_tokens']:,} "
+            f"{reward}loss {row['loss']:.4g}, tokens {row['tree_tokens']:,} "
             f"(x{row['dedupe_ratio']:.1f}), flat {row['flat_tokens'] / seconds:,.0f}/s, "
             f"tree {row['tree_tokens'] / seconds:,.0f}/s",
             refresh=False,
