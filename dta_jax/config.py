@@ -33,6 +33,7 @@ from dta_jax.collect.settings import Collect
 from dta_jax.composite_losses import BehaviourWeight, OffPolicy, Sum
 from dta_jax.envs.bandit import Bandit
 from dta_jax.envs.game import TreasureHunt
+from dta_jax.envs.imported import ImportedEnvironment
 from dta_jax.envs.reasoning import ReasoningGym
 from dta_jax.envs.tau2 import Tau2
 from dta_jax.errors import InputError
@@ -67,8 +68,8 @@ BUILDERS: Final[Mapping[str, type]] = {
         NLL, PolicyGradient, PPOClip, CISPO, SAPO, KLPenalty, EntropyBonus, Sum, OffPolicy, BehaviourWeight,
         SequenceRatio, SequenceSum, DPO, ValueClip, SequenceCorrection,
         Rewards, GroupNormalized, Returns, GAE, PreferencePairs, Aggregate,
-        Bandit, TreasureHunt, ReasoningGym, Tau2, LocalSampler, SGLang, VLLM, OpenAIServer,
-        Sampling, Collect, Evaluate,
+        Bandit, TreasureHunt, ReasoningGym, Tau2, ImportedEnvironment,
+        LocalSampler, SGLang, VLLM, OpenAIServer, Sampling, Collect, Evaluate,
         Critic, Planner, AdamW, Checkpoints, MeshShape,
     )
 }  # fmt: skip

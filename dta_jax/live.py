@@ -22,8 +22,6 @@ from dta_jax.chat import Chat
 from dta_jax.chat_template import load_template
 from dta_jax.collect.evaluation import Evaluate
 from dta_jax.collect.loop import Collector
-from dta_jax.envs.bandit import Bandit
-from dta_jax.envs.game import TreasureHunt
 from dta_jax.episode_rows import episode_returns, episodes_of
 from dta_jax.errors import InputError, RunError, writing
 from dta_jax.generation.local import LocalSampler
@@ -210,11 +208,10 @@ def check_fits(settings: LiveRollouts, model: Qwen3Config, max_length: int) -> i
         limits.append(settings.generator.max_context)
     else:
         limits.append(settings.generator.context_length)
-    if isinstance(settings.environment, Bandit | TreasureHunt):
-        needed = settings.environment.vocab_size
-        if needed > model.vocab_size:
-            expected = f"at least {needed}, for {type(settings.environment).__name__}"
-            raise InputError("model config", "vocab_size", expected=expected, actual=model.vocab_size)
+    needed = settings.tokens_below
+    if needed is not None and needed > model.vocab_size:
+        expected = f"at least {needed}, for {type(settings.environment).__name__}"
+        raise InputError("model config", "vocab_size", expected=expected, actual=model.vocab_size)
     return min(limit for limit in limits if limit is not None)
 
 

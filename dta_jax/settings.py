@@ -12,6 +12,7 @@ from dta_jax.collect.settings import Collect
 from dta_jax.composite_losses import BehaviourWeight, OffPolicy, Sum
 from dta_jax.envs.bandit import Bandit
 from dta_jax.envs.game import TreasureHunt
+from dta_jax.envs.imported import ImportedEnvironment
 from dta_jax.envs.reasoning import ReasoningGym
 from dta_jax.envs.tau2 import Tau2
 from dta_jax.errors import InputError
@@ -87,7 +88,7 @@ class LiveRollouts:
       save_every: steps between two batches that are written to OUT/rollouts/STEP.npz; None for none.
     """
 
-    environment: Bandit | TreasureHunt | ReasoningGym | Tau2
+    environment: Bandit | TreasureHunt | ReasoningGym | Tau2 | ImportedEnvironment
     generator: LocalSampler | SGLang | VLLM | OpenAIServer = field(default_factory=LocalSampler)
     collect: Collect = field(default_factory=Collect)
     tokenizer: str | None = None
@@ -97,9 +98,17 @@ class LiveRollouts:
     def __post_init__(self) -> None:
         _check(self, "save_every", self.save_every is None or self.save_every >= 1, "None or at least 1")
         _check(self, "thinking", self.thinking in ("keep", "strip"), "keep or strip")
-        speaks_tokens = isinstance(self.environment, Bandit | TreasureHunt)
+        speaks_tokens = self.tokens_below is not None
         right = "None: the environment speaks tokens" if speaks_tokens else "a folder: it speaks messages"
         _check(self, "tokenizer", (self.tokenizer is None) == speaks_tokens, right)
+
+    @property
+    def tokens_below(self) -> int | None:
+        """The vocabulary of an environment that speaks tokens; None for one that speaks messages."""
+        environment = self.environment
+        if isinstance(environment, Bandit | TreasureHunt | ImportedEnvironment):
+            return environment.vocab_size
+        return None
 
 
 @dataclass(frozen=True)

@@ -290,8 +290,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{out}: nothing to do, step {train.steps} is reached; raise Train.steps to go on")
         return
     first, last = rows[0], rows[-1]
+    names = ("loss", "reward_mean") if "reward_mean" in last else ("loss",)
+    changes = ", ".join(f"{name} {first[name]:z.4f} to {last[name]:z.4f}" for name in names)
     print(
-        f"{out}: steps {first['step']} to {last['step']}, loss {first['loss']:z.4f} to {last['loss']:z.4f}; "
+        f"{out}: steps {first['step']} to {last['step']}, {changes}; "
         f"{last['flat_tokens']:,} tokens in {last['tree_tokens']:,} (x{last['dedupe_ratio']:.1f}), "
         f"{last['flat_tokens'] / last['seconds']:,.0f} flat tokens/s in the last step"
     )

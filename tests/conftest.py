@@ -6,11 +6,14 @@ import tempfile
 import jax
 import numpy as np
 import pytest
+from hypothesis import settings
 
 CACHE = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "dta_jax_cache"))
 jax.config.update("jax_compilation_cache_dir", CACHE)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+settings.register_profile("untimed", deadline=None)  # machines are shared
+settings.load_profile("untimed")
 
 
 @pytest.fixture

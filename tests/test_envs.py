@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dta_jax.envs.bandit import Bandit
 from dta_jax.envs.game import MOVES, RULES, VOCABULARY, TreasureHunt, encode, oracle, render
+from dta_jax.envs.imported import ImportedEnvironment
 from dta_jax.envs.packages import require
 from dta_jax.envs.protocol import Answer, Environment, Episode
 from dta_jax.envs.reasoning import ReasoningGym, extract_answer
@@ -366,3 +367,24 @@ def test_any_text_can_be_parsed(text):
 def test_calls_survive_their_text(arguments):
     _, (call,) = parse_answer(render_call("f", arguments))
     assert (call.name, call.arguments, call.error) == ("f", arguments, "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "bandit"}, "ImportedEnvironment: name: expected module:Class"),
+        ({"name": "no_such_module:Game"}, "something that can be imported; got No module named"),
+        ({"name": "dta_jax.envs.bandit:Game"}, "something that can be imported; got module"),
+        ({"name": "json:JSONDecoder"}, "an environment .num_tasks, episode.; got JSONDecoder"),
+        ({"options": "[1]"}, "options: expected a JSON object; got"),
+        ({"options": "{"}, "options: expected a JSON object; got"),
+        ({"options": '{"sides": 3}'}, "options: expected arguments of dta_jax.envs.bandit:Bandit"),
+        ({"vocab_size": None}, "vocab_size: expected at least 1 where it speaks tokens"),
+        ({"speaks": "words"}, "speaks: expected tokens or messages"),
+    ],
+)
+def test_an_imported_environment_that_is_none_is_refused(changes, message):
+    good = {"name": "dta_jax.envs.bandit:Bandit", "speaks": "tokens", "vocab_size": 13}
+    with pytest.raises(InputError, match=message):
+        ImportedEnvironment(**(good | changes))
+    assert ImportedEnvironment(**good, options='{"contexts": 5}').num_tasks == 5

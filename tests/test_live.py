@@ -17,6 +17,7 @@ from dta_jax.collect.settings import Collect
 from dta_jax.composite_losses import Sum
 from dta_jax.config import load_config, operative_config
 from dta_jax.envs.game import TreasureHunt
+from dta_jax.envs.imported import ImportedEnvironment
 from dta_jax.errors import InputError
 from dta_jax.evaluate import main as evaluate
 from dta_jax.generation.local import LocalSampler
@@ -91,6 +92,16 @@ def test_the_trainer_sees_the_samplers_log_probabilities(whole):
 
 def test_the_same_run_is_the_same_bit_for_bit(whole, tmp_path):
     assert learned(run(SYNCHRONOUS, tmp_path)) == learned(whole[0])
+
+
+def test_an_environment_can_be_named_by_its_module(whole, tmp_path):
+    game = SYNCHRONOUS.rollouts.environment
+    named = ImportedEnvironment(
+        "dta_jax.envs.game:TreasureHunt", json.dumps(dataclasses.asdict(game)), "tokens", vocab_size=32
+    )
+    rollouts = dataclasses.replace(SYNCHRONOUS.rollouts, environment=named)
+    rows = run(dataclasses.replace(SYNCHRONOUS, rollouts=rollouts, steps=1), tmp_path)
+    assert learned(rows) == learned(whole[0][:1])
 
 
 def test_a_resumed_run_is_the_same_run(whole, tmp_path):
