@@ -11,7 +11,7 @@ same name is replaced in
         reward                                mean over each step's batch; DAPO's batches are filtered
         last_5                                mean of the last five of them
         evaluation                            [step, mean reward] of 64 episodes that nobody trains on
-    docs/pictures/learning_ENV.svg            evaluations: mean over seeds, pale lines for the range
+    docs/pictures/learning_ENV.svg            rewards: mean over seeds, pale lines for the range
 """
 
 from __future__ import annotations
@@ -122,32 +122,32 @@ def merge(results: Sequence[dict[str, Any]], new: dict[str, Any]) -> list[dict[s
 
 
 def draw(results: Sequence[dict[str, Any]], env: str) -> None:
-    """The picture of an environment: evaluations of the runs that are as long as the longest."""
+    """The picture of an environment: rewards of the runs that are as long as the longest."""
     series, key = [], []
     found = [result for result in results if result["env"] == env]
     longest = max(result["steps"] for result in found)
     for algorithm, colour in zip(ADDED, COLOURS, strict=False):
         runs = [
-            result["evaluation"]
+            result["reward"]
             for result in found
             if result["algorithm"] == algorithm and result["steps"] == longest
         ]
         if runs:
             series += with_range(algorithm, np.array(runs), colour)
-            key.append(Key(algorithm, colour))
+            key.append(Key(f"{algorithm} (filtered)" if algorithm == "DAPO" else algorithm, colour))
     stem = ROOT / f"docs/pictures/learning_{env}.svg"
-    picture = chart(f"Reward, {env.replace('_', ' ')}", "mean of 64 evaluated episodes", series, key)
+    picture = chart(f"Reward, {env.replace('_', ' ')}", "mean of a step's batch", series, key)
     stem.write_text(picture.svg(), encoding="utf-8")
 
 
 def with_range(label: str, curves: np.ndarray, colour: str) -> list[Series]:
-    """Pale lines for the lowest and the highest seed, then the mean; `curves` float[seeds, n, 2]."""
-    x, y = curves[0, :, 0], curves[:, :, 1]
+    """Pale lines for the lowest and the highest seed, then the mean; `curves` float[seeds, steps]."""
+    x = np.arange(1.0, curves.shape[1] + 1)
     pale = blend([colour, "#ffffff"], 0.7)
     return [
-        Series(f"{label}, lowest", x, y.min(axis=0), pale),
-        Series(f"{label}, highest", x, y.max(axis=0), pale),
-        Series(label, x, y.mean(axis=0), colour),
+        Series(f"{label}, lowest", x, curves.min(axis=0), pale),
+        Series(f"{label}, highest", x, curves.max(axis=0), pale),
+        Series(label, x, curves.mean(axis=0), colour),
     ]
 
 

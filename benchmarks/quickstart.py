@@ -217,8 +217,7 @@ def draw(results: Sequence[dict[str, Any]]) -> None:
     for name, colour in zip(RUNS, COLOURS, strict=False):
         curves = [result["reward"] for result in results if result["run"] == name]
         if curves and len({len(curve) for curve in curves}) == 1:
-            steps = np.arange(1, len(curves[0]) + 1)
-            series += with_range(name, np.array([np.stack([steps, curve], 1) for curve in curves]), colour)
+            series += with_range(name, np.array(curves), colour)
             key.append(Key(name, colour))
     picture = chart("Reward, quickstart", "mean of a step's 64 episodes", series, key)
     (ROOT / "docs/pictures/quickstart.svg").write_text(picture.svg(), encoding="utf-8")
