@@ -1,5 +1,6 @@
 """Strict numerics for every test; compiled programs are cached outside the repository."""
 
+import gc
 import os
 import tempfile
 
@@ -14,6 +15,14 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 settings.register_profile("untimed", deadline=None)  # machines are shared
 settings.load_profile("untimed")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_programs_are_dropped():
+    """After each module: a process may only have so many mappings of memory, and each program takes several."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture
