@@ -19,7 +19,7 @@ settings.load_profile("untimed")
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_programs_are_dropped():
-    """After each module: a process may only have so many mappings of memory, and each program takes several."""
+    """After each module: a process may have only so many mappings of memory, and programs take several."""
     yield
     jax.clear_caches()
     gc.collect()
