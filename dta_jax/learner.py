@@ -371,14 +371,7 @@ class Learner:
         norm = _checked_norm(found, samples, step, out)
         with jax.transfer_guard("disallow"):
             state = jax.block_until_ready(self.critic.optimizer.update(state, found.grads))
-        returns, value = samples.values["return"], samples.values["old_value"]
-        spread = float(np.var(returns))
-        explained = 1 - float(np.var(returns - value)) / spread if spread > 0 else 0.0
-        return state, {
-            "critic_loss": found.loss,
-            "critic_grad_norm": norm,
-            "explained_variance": explained,
-        }
+        return state, {"critic_loss": found.loss, "critic_grad_norm": norm}
 
     def _batch_diagnostics(
         self,
@@ -394,6 +387,10 @@ class Learner:
             row["reward_mean"] = float(rewards.mean())
             if "advantage" in values:
                 row |= reward_diagnostics(rewards, values["advantage"], batch.group)
+        if "return" in values:
+            spread = float(np.var(values["return"]))
+            missed = float(np.var(values["return"] - values["old_value"]))
+            row["explained_variance"] = 1 - missed / spread if spread > 0 else 0.0
         if batch.rollouts.versions is not None:
             row |= staleness_diagnostics(batch.rollouts.versions[batch.token], step - 1)
         return row | policy_diagnostics(self.train.loss, logp, entropy, values, batch.unit)

@@ -380,6 +380,15 @@ def give_up(c: Collector) -> None:
         c.batch(1)
 
 
+@pytest.fixture
+def interruptible():
+    """Shells start what runs in the background with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_the_run_at_once():
     environment, generator = FakeEnvironment(), hanging()
 

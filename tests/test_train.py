@@ -532,7 +532,10 @@ BOUND = {
     "unknown task": (["RecordedRollouts.tasks = [77]"], "r.npz: task_id: expected rollouts of task 77"),
     "unknown name": (["Train.step = 1"], "did you mean steps?"),
     "wrong type": (["Train.steps = 1.5"], "Train.steps: expected int; got 1.5 (float)"),
-    "chunk size": (["Planner.chunk_size = 1000"], "expected 1 to 512, or a multiple of 128; got 1000"),
+    "chunk size": (
+        ["Planner.chunk_size = 1000"],
+        "expected 'auto', 1 to 512, or a multiple of 128; got 1000",
+    ),
     "reward too high": (
         ["RecordedRollouts.min_reward = 7.0"],
         "r.npz: reward: expected some of at least 7.0",

@@ -15,6 +15,7 @@ limit of memory holds on Linux; Windows is not supported. Functions run on this 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -24,6 +25,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -131,34 +133,32 @@ class RewardFunction:
             try:
                 reward = await asyncio.shield(call)
             except BaseException:  # cancelled, too: the thread that waits for the process ends with it
-                worker.kill()
+                worker.abandon()
                 self._alive.discard(worker)
                 raise
             if worker.calls < self._settings.calls_per_worker:
                 self._idle.append(worker)
             else:
                 self._alive.discard(worker)
-                worker.kill()
-                worker.close_pipes()
+                worker.abandon()
             return reward
 
 
 def _end(alive: set[_Worker], folder: str, threads: ThreadPoolExecutor) -> None:
     for worker in alive:
-        worker.kill()
-        if not worker.busy:
-            worker.close_pipes()
+        worker.abandon()
     threads.shutdown(wait=False)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Worker:
-    """One process. `score` blocks; while it runs in a thread, others may only `kill`."""
+    """One process. `score` blocks; while it runs in a thread, others may only `abandon`."""
 
     def __init__(self, named: str, settings: RewardProcesses, folder: str):
         self._named, self._settings = named, settings
         self.calls = 0
-        self.busy = False
+        self._lock = threading.Lock()
+        self._busy = self._abandoned = False
         kept = {
             name: os.environ[name]
             for name in _KEPT_VARIABLES + settings.keep_environment
@@ -181,27 +181,36 @@ class _Worker:
 
     def score(self, request: bytes) -> float:
         """Sends one request, and reads the reward; where there is none, the process is ended."""
-        self.busy = True
+        with self._lock:
+            if self._abandoned:
+                raise RewardError(f"{self._named}: given up before it began")
+            self._busy = True
         try:
             if not self.calls:
                 self._begin()
             self.calls += 1
             return self._reward(self._exchange(request, self._settings.timeout))
         except BaseException:
-            self.kill()
-            self.close_pipes()
+            self.abandon()
             raise
         finally:
-            self.busy = False
+            with self._lock:
+                self._busy = False
+                if self._abandoned:
+                    self._close_pipes()
 
-    def kill(self) -> None:
-        """Ends the process and its children."""
+    def abandon(self) -> None:
+        """Ends the process and its children; the pipes are closed as soon as nobody reads them."""
         if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # another thread was first
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        with self._lock:
+            self._abandoned = True
+            if not self._busy:
+                self._close_pipes()
 
-    def close_pipes(self) -> None:
-        """Closes this side of the pipes."""
+    def _close_pipes(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
