@@ -27,11 +27,12 @@ from dta_jax.inspect_advice import advice
 from dta_jax.inspect_page import inspection_page
 from dta_jax.inspect_pictures import ranks_picture, schedule_picture, trie_picture
 from dta_jax.inspection import Inspection, Subject, inspect_samples
+from dta_jax.learner import model_config
 from dta_jax.picture import can_write_png
 from dta_jax.qwen3 import Qwen3, preset
 from dta_jax.recorded import load_source
 from dta_jax.rollouts import Rollouts, load_rollouts, samples_from_rollouts
-from dta_jax.settings import HuggingFaceModel, LiveRollouts
+from dta_jax.settings import LiveRollouts
 from dta_jax.tokenizer import load_tokenizer
 
 DEFAULT_CHUNK = 2048
@@ -85,23 +86,12 @@ def target_of_run(folder: Path, step: int | None, tasks: str | None) -> Target:
     if step is not None and step < 1:
         raise InputError("--step", "value", expected="at least 1", actual=step)
     train = load_config(folder / CONFIG_FILE)
-    if isinstance(train.model, HuggingFaceModel):
-        config = read_config(train.model.path, dtype=train.model.dtype, param_dtype="float32")
-    else:
-        config = train.model
+    config = model_config(train)
     if isinstance(train.rollouts, LiveRollouts):
         file = saved_batch(folder, step)
         rollouts, name = load_rollouts(file), f"{folder}, step {file.stem}"
     else:
-        source = load_source(
-            train.rollouts,
-            train.objective,
-            batch_groups=train.batch_groups,
-            max_groups=train.max_groups,
-            max_length=train.max_length,
-            vocab_size=config.vocab_size,
-            seed=train.seed,
-        )
+        source = load_source(train, config.vocab_size)
         step = step or 1
         rollouts, name = source.rollouts.take(np.sort(source.rows(step)).tolist()), f"{folder}, step {step}"
     ranks = train.mesh.data if train.mesh.data > 1 else None

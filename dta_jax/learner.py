@@ -41,7 +41,7 @@ from dta_jax.model import Numbers, Params, cast
 from dta_jax.objective import Batch, PreferencePairs, credited
 from dta_jax.optimizer import learning_rate, make_optimizer
 from dta_jax.plan_settings import settle
-from dta_jax.qwen3 import Qwen3
+from dta_jax.qwen3 import Qwen3, Qwen3Config
 from dta_jax.sequence_losses import Injected, SequenceLoss
 from dta_jax.settings import HuggingFaceModel, LiveRollouts, Train
 from dta_jax.sharding import DATA
@@ -394,6 +394,17 @@ class Learner:
         if batch.rollouts.versions is not None:
             row |= staleness_diagnostics(batch.rollouts.versions[batch.token], step - 1)
         return row | policy_diagnostics(self.train.loss, logp, entropy, values, batch.unit)
+
+
+def model_config(train: Train) -> Qwen3Config:
+    """The policy's shape: the settings' own, or its folder's.
+
+    Raises:
+      InputError: the folder's `config.json` cannot be used.
+    """
+    if isinstance(train.model, HuggingFaceModel):
+        return read_config(train.model.path, dtype=train.model.dtype, param_dtype="float32")
+    return train.model
 
 
 global_norm = jax.jit(optax.tree.norm)

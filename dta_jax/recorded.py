@@ -24,7 +24,7 @@ from dta_jax.learner import Learner, Planned, TrainState
 from dta_jax.objective import Batch, GroupNormalized, Objective, PreferencePairs, make_batch
 from dta_jax.plan_ahead import PlanAhead
 from dta_jax.rollouts import Rollouts, load_rollouts, samples_from_rollouts
-from dta_jax.settings import RecordedRollouts
+from dta_jax.settings import LiveRollouts, RecordedRollouts, Train
 from dta_jax.synthetic import SyntheticRollouts, generate_rollouts
 
 Score: TypeAlias = Callable[[Batch], np.ndarray]  # log-probabilities float[E] under frozen weights
@@ -98,37 +98,25 @@ class RecordedSource:
         return np.concatenate([np.arange(a, b) for a, b in zip(starts, ends, strict=True)])
 
 
-def load_source(
-    settings: SyntheticRollouts | RecordedRollouts,
-    objective: Objective,
-    *,
-    batch_groups: int,
-    max_groups: int | None,
-    max_length: int,
-    vocab_size: int,
-    seed: int,
-) -> RecordedSource:
+def load_source(train: Train, vocab_size: int) -> RecordedSource:
     """Reads or generates a run's rollouts, and checks all that could go wrong in a later step.
 
     Groups that have no gradient are left out: those without loss, those whose rewards are all equal
     (`GroupNormalized.skip_equal`), those without a pair (`PreferencePairs`).
 
     Args:
-      settings: where rollouts come from.
-      objective: how they become what the loss reads.
-      batch_groups: groups per batch.
-      max_groups: only the first so many groups that have a gradient; None for all.
-      max_length: longest sequence allowed, tokens.
+      train: the settings of a run on recorded or synthetic rollouts.
       vocab_size: of the model.
-      seed: of the order of batches.
 
     Raises:
       InputError: see `load_rollouts` and `samples_from_rollouts`; rewards or groups are needed and missing;
         nothing is left to train on, or there are fewer groups than a batch takes.
     """
-    rollouts = _load(settings)
+    assert not isinstance(train.rollouts, LiveRollouts), "recorded rollouts only"
+    objective, batch_groups = train.objective, train.batch_groups
+    rollouts = _load(train.rollouts)
     # Checks ids and lengths of everything; the result is made again, batch by batch.
-    samples = samples_from_rollouts(rollouts, vocab_size=vocab_size, max_length=max_length)
+    samples = samples_from_rollouts(rollouts, vocab_size=vocab_size, max_length=train.max_length)
     if not len(samples.sequence):
         raise InputError(rollouts.source, "completion_spans", expected="tokens with loss", actual="none")
     group_of = rollouts.task_id if rollouts.task_id is not None else np.arange(rollouts.num_rollouts)
@@ -149,7 +137,7 @@ def load_source(
                 actual="equal rewards in every group",
                 hint="there is nothing to learn from them",
             )
-    groups = groups[:max_groups]
+    groups = groups[: train.max_groups]
     if len(groups) < batch_groups:
         raise InputError(
             "Train",
@@ -163,7 +151,7 @@ def load_source(
     return RecordedSource(
         rollouts=rollouts,
         groups=tuple(groups),
-        order=BatchOrder(len(groups), batch_groups, seed),
+        order=BatchOrder(len(groups), batch_groups, train.seed),
         objective=objective,
         entries=int(largest.sum()),
         longest=max(int(longest[group].max()) for group in groups),

@@ -31,9 +31,9 @@ from absl import logging as absl_logging
 from dta_jax.checkpoint import CheckpointStore
 from dta_jax.config import changed_bindings, load_config, operative_config
 from dta_jax.errors import InputError, Interrupted, RunError, run_command, writing
-from dta_jax.hf_config import config_to_hf, read_config
+from dta_jax.hf_config import config_to_hf
 from dta_jax.hosts import Hosts, connect, guarded
-from dta_jax.learner import Learner, TrainState
+from dta_jax.learner import Learner, TrainState, model_config
 from dta_jax.live import LiveFeed, check_fits, sampling_params
 from dta_jax.metrics import MetricsLog, Progress
 from dta_jax.qwen3 import Qwen3
@@ -79,23 +79,12 @@ def prepare(train: Train) -> Run:
     Raises:
       InputError: data or model folder that cannot be used, a planner that cannot plan the first batch.
     """
-    if isinstance(train.model, HuggingFaceModel):
-        config = read_config(train.model.path, dtype=train.model.dtype, param_dtype="float32")
-    else:
-        config = train.model
+    config = model_config(train)
     if isinstance(train.rollouts, LiveRollouts):
         longest = check_fits(train.rollouts, config, train.max_length)
         entries = train.batch_groups * train.rollouts.collect.group_size * SAMPLED_TOKENS
         return Run(Learner.build(train, Qwen3(config), longest=longest, entries=entries), train.rollouts)
-    source = load_source(
-        train.rollouts,
-        train.objective,
-        batch_groups=train.batch_groups,
-        max_groups=train.max_groups,
-        max_length=train.max_length,
-        vocab_size=config.vocab_size,
-        seed=train.seed,
-    )
+    source = load_source(train, config.vocab_size)
     if source.longest > config.max_position_embeddings:
         raise InputError(
             "model config",

@@ -120,4 +120,5 @@ def seen_by_agent(message: Any) -> bool:
 
 
 def stop_token() -> str:
+    """What an agent without a user says to end its episode."""
     return str(package("agent.llm_agent").LLMSoloAgent.STOP_TOKEN)
