@@ -32,9 +32,10 @@ from absl import logging as absl_logging
 from dta_jax.config import load_config, operative_config
 from dta_jax.curves import Key, Series, chart
 from dta_jax.errors import InputError, run_command
+from dta_jax.loop import run_training
 from dta_jax.picture import blend
+from dta_jax.prepare import prepare
 from dta_jax.report import COLOURS
-from dta_jax.train import prepare, run_training
 
 ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "benchmarks/results/learning.json"

@@ -48,11 +48,12 @@ from dta_jax.config import load_config, operative_config
 from dta_jax.curves import Key, chart
 from dta_jax.errors import run_command
 from dta_jax.learner import Learner
+from dta_jax.loop import run_training
 from dta_jax.objective import make_batch
+from dta_jax.prepare import Run, prepare
 from dta_jax.report import COLOURS
 from dta_jax.rollouts import load_rollouts
 from dta_jax.schedule import compile_schedule
-from dta_jax.train import Run, prepare, run_training
 from dta_jax.tree_engine import TreeEngine
 from dta_jax.trie import build_trie, entry_rows, leafize
 from dta_jax.types import NO_PARENT, Samples, Schedule, Trie

@@ -20,12 +20,13 @@ from dta_jax.evaluate import main as evaluate
 from dta_jax.generation.protocol import GenerationError
 from dta_jax.generation.sglang import SGLang
 from dta_jax.live import LiveFeed, check_fits, sampling_params
+from dta_jax.loop import run_training
 from dta_jax.metrics import MetricsLog, read_metrics
 from dta_jax.objective import PreferencePairs
+from dta_jax.prepare import Run, prepare
 from dta_jax.sequence_losses import DPO
 from dta_jax.settings import Checkpoints
 from dta_jax.signals import StopSignals
-from dta_jax.train import Run, prepare, run_training
 from tests.test_live import SYNCHRONOUS, collecting
 from tests.trees import make_model
 

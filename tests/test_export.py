@@ -19,8 +19,9 @@ from dta_jax.errors import InputError
 from dta_jax.export import export, find_step, main
 from dta_jax.hf_config import config_from_hf, config_to_hf
 from dta_jax.hf_weights import load_model
+from dta_jax.loop import run_training
+from dta_jax.prepare import prepare
 from dta_jax.settings import AdamW, HuggingFaceModel
-from dta_jax.train import prepare, run_training
 from tests.chat_folder import write_chat_folder
 from tests.test_train import SFT
 

@@ -12,13 +12,14 @@ from dta_jax.composite_losses import AtProximal, BehaviourWeight, OffPolicy, Sum
 from dta_jax.errors import InputError
 from dta_jax.hf_weights import save_folder
 from dta_jax.learner import Learner
+from dta_jax.loop import run_training
 from dta_jax.losses import KLPenalty, PolicyGradient, PPOClip, ValueClip
 from dta_jax.metrics import read_metrics
 from dta_jax.objective import GAE, Aggregate, GroupNormalized, PreferencePairs, Returns, Rewards, credited
+from dta_jax.prepare import prepare
 from dta_jax.qwen3 import Qwen3
 from dta_jax.sequence_losses import DPO, SequenceRatio
 from dta_jax.settings import AdamW, Checkpoints, Critic, HuggingFaceModel, SequenceCorrection, Train
-from dta_jax.train import prepare, run_training
 from dta_jax.tree_engine import TreeEngine
 from tests.test_train import MODEL, PPO, numbers
 

@@ -22,13 +22,14 @@ from dta_jax.errors import InputError
 from dta_jax.evaluate import main as evaluate
 from dta_jax.generation.local import LocalSampler
 from dta_jax.generation.protocol import Sampling
+from dta_jax.loop import run_training
 from dta_jax.losses import KLPenalty, PPOClip
 from dta_jax.metrics import read_metrics
 from dta_jax.objective import GroupNormalized
+from dta_jax.prepare import prepare
 from dta_jax.qwen3 import Qwen3Config
 from dta_jax.rollouts import load_rollouts
 from dta_jax.settings import AdamW, Checkpoints, LiveRollouts, Planner, Train
-from dta_jax.train import prepare, run_training
 
 ROOT = Path(__file__).parents[1]
 SYNCHRONOUS = Train(

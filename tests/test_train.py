@@ -23,10 +23,12 @@ from dta_jax.diagnostics import NonFiniteError
 from dta_jax.errors import InputError, run_command
 from dta_jax.hf_weights import save_folder
 from dta_jax.learner import TrainState
+from dta_jax.loop import run_training
 from dta_jax.losses import NLL, KLPenalty, PPOClip
 from dta_jax.metrics import read_metrics
 from dta_jax.objective import Aggregate, GroupNormalized, credited
 from dta_jax.optimizer import learning_rate, make_optimizer
+from dta_jax.prepare import Run, prepare
 from dta_jax.qwen3 import Qwen3, Qwen3Config
 from dta_jax.recorded import BatchOrder, RecordedSource
 from dta_jax.reference import dense_value_and_grad
@@ -40,7 +42,7 @@ from dta_jax.settings import (
     Train,
 )
 from dta_jax.synthetic import SyntheticRollouts, generate_rollouts
-from dta_jax.train import Run, main, prepare, run_training
+from dta_jax.train import main
 from dta_jax.zero import State
 
 ROLLOUTS = SyntheticRollouts(

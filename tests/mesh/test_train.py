@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 
 from dta_jax.errors import InputError
+from dta_jax.loop import run_training
 from dta_jax.losses import PPOClip
 from dta_jax.metrics import read_metrics
 from dta_jax.objective import GroupNormalized
+from dta_jax.prepare import prepare
 from dta_jax.qwen3 import Qwen3Config
 from dta_jax.settings import AdamW, Checkpoints, Planner, Train
 from dta_jax.sharding import MeshShape
 from dta_jax.synthetic import SyntheticRollouts
-from dta_jax.train import prepare, run_training
 from tests.mesh.test_hosts import start_two
 
 STEPS = 3
