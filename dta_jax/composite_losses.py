@@ -171,7 +171,11 @@ class AtProximal:
 
 @dataclass(frozen=True)
 class Sum:
-    """The sum of token losses, such as a policy loss, a KL penalty and an entropy bonus."""
+    """The sum of token losses, such as a policy loss, a KL penalty and an entropy bonus.
+
+    Attributes:
+      terms: what is added up, each with its own weight (`coef`), if it has one.
+    """
 
     terms: tuple[PolicyLoss | OffPolicy | KLPenalty | EntropyBonus | NLL | ValueClip, ...]
 

@@ -246,6 +246,9 @@ class KLPenalty:
 class EntropyBonus:
     """`-coef * entropy`: rewards a policy for staying undecided at the entry.
 
+    Attributes:
+      coef: weight of the bonus.
+
     Source: Williams and Peng 1991; Mnih et al. 2016 (arXiv 1602.01783).
     """
 

@@ -44,7 +44,7 @@ class Rewards:
     """How recorded rewards are shaped before they become advantages.
 
     Attributes:
-      scale, bias, clip: of final rewards, `dta_jax.advantages.shaped_rewards`.
+      scale, bias, clip: final rewards r become `clip(scale * (r + bias), -clip, clip)`; None does not clip.
       overlong_max: generated tokens of an episode at which the penalty for length is whole; None for none.
       overlong_buffer: it grows over so many tokens before.
       overlong_factor: the whole penalty.
@@ -81,7 +81,11 @@ class GroupNormalized:
     An episode's reward is its final one, its steps' and, with `Rewards.kl_coef`, its tokens' KL rewards.
 
     Attributes:
-      mean, std, leave_one_out, unbiased, eps: see there.
+      mean: whose mean is subtracted: "group", "batch", or "none" for no one's.
+      std: whose standard deviation is divided by, in the same words.
+      leave_one_out: an episode does not count in the mean that it is compared with.
+      unbiased: the variance's divisor is n - 1 instead of n.
+      eps: added to the deviation, in units of reward.
       skip_equal: leave out groups whose rewards are all equal, where `mean` is the group's: they have no
         gradient.
     """
@@ -127,7 +131,9 @@ class GAE:
     """Generalised advantage estimates from a critic's values: `dta_jax.advantages.gae`.
 
     Attributes:
-      gamma, lam, turn_gamma, turn_lam, level: see there.
+      gamma, lam: discount and decay from step to step.
+      turn_gamma, turn_lam: the same from a turn's last step to the next turn; None for `gamma`, `lam`.
+      level: what a step is, a token or a whole turn.
       whiten: subtract the batch's mean and divide by its deviation; returns stay as they are.
     """
 

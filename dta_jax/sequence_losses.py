@@ -134,7 +134,11 @@ class DPO:
 
 @dataclass(frozen=True)
 class SequenceSum:
-    """The sum of sequence losses and token losses, such as GSPO's with a KL penalty."""
+    """The sum of sequence losses and token losses, such as GSPO's with a KL penalty.
+
+    Attributes:
+      terms: what is added up, each with its own weight (`coef`), if it has one.
+    """
 
     terms: tuple[SequenceRatio | DPO | PolicyLoss | OffPolicy | KLPenalty | EntropyBonus | NLL, ...]
 
