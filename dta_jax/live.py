@@ -33,6 +33,8 @@ from dta_jax.learner import Learner, Planned, TrainState
 from dta_jax.model import Params
 from dta_jax.objective import PreferencePairs, make_batch
 from dta_jax.qwen3 import Qwen3, Qwen3Config
+from dta_jax.placement import sampling_devices
+from dta_jax.phases import phase
 from dta_jax.rollouts import Rollouts, load_rollouts, save_rollouts
 from dta_jax.settings import LiveRollouts
 from dta_jax.tokenizer import load_tokenizer
@@ -93,7 +95,8 @@ class LiveFeed:
 
     def get(self, step: int) -> Planned:
         """The batch of a step, planned; blocks until its episodes are over."""
-        found = self._collector.batch(step)
+        with phase("rollouts"):
+            found = self._collector.batch(step)
         # A batch that reaches into the next epoch may have a task twice, in two groups.
         rollouts = replace(found.rollouts, task_id=found.group)
         if self._save_every is not None and step % self._save_every == 0:
@@ -101,8 +104,9 @@ class LiveFeed:
             with writing(file):
                 save_rollouts(file, rollouts)
         self._stop_if_useless(rollouts, step)
-        batch = make_batch(rollouts, self._learner.train.objective)
-        return self._learner.plan(batch, found.metrics)
+        with phase("plan"):
+            batch = make_batch(rollouts, self._learner.train.objective)
+            return self._learner.plan(batch, found.metrics)
 
     def _stop_if_useless(self, rollouts: Rollouts, step: int) -> None:
         if not rollouts.completion_spans.size:

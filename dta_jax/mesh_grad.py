@@ -261,7 +261,8 @@ def _value_and_grad(
 
         carry = start(model, params, len(entries.token), program.keys())
         carry = _run_table(operations, program.branches, step, carry)
-        grads = jax.tree.map(_reduce, carry.grads, program.like_params(params, program.master))
+        with jax.named_scope("reduce"):
+            grads = jax.tree.map(_reduce, carry.grads, program.like_params(params, program.master))
         return jax.tree.map(lambda leaf: leaf[None], carry.outputs), grads
 
     return jax.shard_map(

@@ -20,11 +20,13 @@ from dta_jax.advantages import informative
 from dta_jax.collect.evaluation import Evaluate
 from dta_jax.episode_rows import episodes_of
 from dta_jax.errors import InputError, writing
-from dta_jax.learner import Learner, Planned, TrainState
+from dta_jax.learner import Learner, TrainState
 from dta_jax.objective import Batch, GroupNormalized, Objective, PreferencePairs, make_batch
+from dta_jax.phases import phase
 from dta_jax.plan_ahead import PlanAhead
 from dta_jax.rollouts import Rollouts, load_rollouts, samples_from_rollouts
 from dta_jax.settings import LiveRollouts, RecordedRollouts, Train
+from dta_jax.step_work import Planned
 from dta_jax.synthetic import SyntheticRollouts, generate_rollouts
 
 Score: TypeAlias = Callable[[Batch], np.ndarray]  # log-probabilities float[E] under frozen weights
@@ -257,7 +259,8 @@ class RecordedFeed:
 
     def get(self, step: int) -> Planned:
         """The batch of a step."""
-        return self._plans.get(step)
+        with phase("plan"):
+            return self._plans.get(step)
 
     def publish(self, state: TrainState, step: int) -> None:
         """Recorded rollouts wait for no weights."""

@@ -37,6 +37,7 @@ from jax import lax
 from dta_jax import segment
 from dta_jax.entry_blocks import LossFn, Outputs, evaluate_entries, no_outputs, pull_entries
 from dta_jax.model import DecoderModel, Numbers, Params, require_policy
+from dta_jax.phases import dispatch
 from dta_jax.segment import Residuals, Stack, num_keys
 from dta_jax.tree_inputs import Entries, Op, prepare
 from dta_jax.types import BACK, PUSH, Schedule, accumulator_dtype
@@ -129,16 +130,18 @@ def tree_value_and_grad(
     S = schedule.stack_slots
     for kind, op in ops:
         if kind == PUSH and kept is None:
-            stack, outputs = push_step(model, params, (carry.stack, carry.outputs), op, entries, S)
+            own = carry.stack, carry.outputs
+            stack, outputs = dispatch("push", push_step, model, params, own, op, entries, S)
             carry = carry._replace(stack=stack, outputs=outputs)
         elif kind == PUSH:
             state = carry.stack, carry.outputs, kept
-            stack, outputs, kept = push_keeping_step(model, params, state, op, entries, S)
+            stack, outputs, kept = dispatch("push", push_keeping_step, model, params, state, op, entries, S)
             carry = carry._replace(stack=stack, outputs=outputs)
         elif kept is None:
-            carry = back_step(model, loss_fn, params, carry, op, entries, S)
+            carry = dispatch("back", back_step, model, loss_fn, params, carry, op, entries, S)
         else:
-            carry, kept = back_kept_step(model, loss_fn, params, (carry, kept), op, entries, S)
+            both = carry, kept
+            carry, kept = dispatch("back", back_kept_step, model, loss_fn, params, both, op, entries, S)
     return TreeResult(carry.grads, carry.outputs, schedule)
 
 
@@ -204,6 +207,7 @@ def in_callers_order(collected: jax.Array | np.ndarray, schedule: Schedule) -> n
     return result
 
 
+@jax.named_scope("push")
 def push(
     model: DecoderModel, params: Params, carry: tuple[Stack, Outputs], op: Op, entries: Entries, first: int
 ) -> tuple[Stack, Outputs]:
@@ -212,6 +216,7 @@ def push(
     return stack, outputs
 
 
+@jax.named_scope("push")
 def push_keeping(
     model: DecoderModel,
     params: Params,
@@ -226,6 +231,7 @@ def push_keeping(
     return stack, outputs, segment.keep(kept, residuals, op.rows.slot)
 
 
+@jax.named_scope("back")
 def back(
     model: DecoderModel,
     loss_fn: LossFn,
@@ -242,6 +248,7 @@ def back(
     return _pull_rows(model, loss_fn, params, carry, own, residuals, op, entries, first)
 
 
+@jax.named_scope("back")
 def back_kept(
     model: DecoderModel,
     loss_fn: LossFn,

@@ -86,8 +86,9 @@ class ShardedOptimizer:
 
         @functools.partial(jax.jit, out_shardings=state, donate_argnums=0)
         def update(state: State, grads: Params) -> State:
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            return State(optax.apply_updates(state.params, updates), opt_state)
+            with jax.named_scope("update"):
+                updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+                return State(optax.apply_updates(state.params, updates), opt_state)
 
         whole = shardings(mesh, compute_specs(model, shapes))
 
