@@ -47,6 +47,7 @@ from learning import names, numbers, versions, with_range
 from dta_jax.config import load_config, operative_config
 from dta_jax.curves import Key, chart
 from dta_jax.errors import run_command
+from dta_jax.guards import Watch
 from dta_jax.learner import Learner
 from dta_jax.loop import run_training
 from dta_jax.objective import make_batch
@@ -164,7 +165,9 @@ def replay_updates(seed: int) -> list[dict[str, Any]]:
                 for name, learner in learners.items():
                     wall, cpu = time.perf_counter(), time.process_time()
                     planned = learner.plan(batch)
-                    states[name], _ = learner.update(states[name], step, planned, None, out)
+                    states[name], _ = learner.update(
+                        states[name], step, planned, None, Watch(learner.train.guards, out)
+                    )
                     seconds[name].append((time.process_time() - cpu, time.perf_counter() - wall))
             found += [timing(step, name, seconds) for name in ENGINES]
     return found

@@ -42,6 +42,7 @@ from dta_jax.generation.openai import OpenAIServer
 from dta_jax.generation.protocol import Sampling
 from dta_jax.generation.sglang import SGLang
 from dta_jax.generation.vllm import VLLM
+from dta_jax.guard_settings import Guards
 from dta_jax.losses import CISPO, NLL, SAPO, EntropyBonus, KLPenalty, PolicyGradient, PPOClip, ValueClip
 from dta_jax.objective import GAE, Aggregate, GroupNormalized, PreferencePairs, Returns, Rewards
 from dta_jax.qwen3 import Qwen3Config
@@ -53,6 +54,7 @@ from dta_jax.settings import (
     Critic,
     HuggingFaceModel,
     LiveRollouts,
+    Logging,
     Planner,
     RecordedRollouts,
     SequenceCorrection,
@@ -70,7 +72,7 @@ BUILDERS: Final[Mapping[str, type]] = {
         Rewards, GroupNormalized, Returns, GAE, PreferencePairs, Aggregate,
         Bandit, TreasureHunt, ReasoningGym, Tau2, ImportedEnvironment,
         LocalSampler, SGLang, VLLM, OpenAIServer, Sampling, Collect, Evaluate,
-        Critic, Planner, AdamW, Checkpoints, MeshShape,
+        Critic, Planner, AdamW, Checkpoints, Guards, Logging, MeshShape,
     )
 }  # fmt: skip
 
@@ -228,7 +230,7 @@ def _check_types(bindings: Sequence[_Binding]) -> None:
             hint = _hints(BUILDERS[b.owner])[b.field]
             if not _fits(value, hint):
                 kind = "" if isinstance(value, _Reference) else f" ({type(value).__name__})"
-                raise InputError(where, b.key, expected=_type_name(hint), actual=f"{value!r}{kind}")
+                raise InputError(where, b.key, expected=type_name(hint), actual=f"{value!r}{kind}")
 
 
 def _resolved(
@@ -256,7 +258,7 @@ def _check_complete(path: str, bindings: Sequence[_Binding]) -> None:
         for f in dataclasses.fields(BUILDERS[name]):
             required = f.default is f.default_factory is dataclasses.MISSING
             if required and f"{name}.{f.name}" not in bound:
-                expected = _type_name(_hints(BUILDERS[name])[f.name])
+                expected = type_name(_hints(BUILDERS[name])[f.name])
                 raise InputError(path, f"{name}.{f.name}", expected=expected, actual="no binding")
 
 
@@ -291,15 +293,15 @@ def _fits(value: Any, hint: Any) -> bool:
     return type(value) is hint
 
 
-def _type_name(hint: Any) -> str:
+def type_name(hint: Any) -> str:
     """A type as a user would write its values."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(_type_name(a) for a in args)
+        return " or ".join(type_name(a) for a in args)
     if origin is Literal:
         return " or ".join(repr(a) for a in args)
     if origin is tuple:
-        return f"a list of {_type_name(args[0])}"
+        return f"a list of {type_name(args[0])}"
     if hint is types.NoneType:
         return "None"
     return f"@{hint.__name__}()" if hint in BUILDERS.values() else hint.__name__

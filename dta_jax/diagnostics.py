@@ -1,4 +1,4 @@
-"""What one step's arrays say about the training: numbers for `metrics.jsonl`, a stop at non-finite values.
+"""What one step's arrays say about the training: numbers for `metrics.jsonl`, what is not finite.
 
 All is computed on the host, in float64, from arrays that a step returns anyway. An entry counts once per
 sequence that it has loss in; entries whose weight is 0 do not count. Divergences are k3 estimates (never
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dta_jax.composite_losses import OffPolicy, Sum
-from dta_jax.errors import RunError
+from dta_jax.errors import writing
 from dta_jax.losses import CISPO, SAPO, PolicyLoss, PPOClip, TokenLoss
 from dta_jax.mesh_plan import MeshPlan
 from dta_jax.sequence_losses import SequenceLoss, SequenceRatio, SequenceSum
@@ -134,55 +135,46 @@ def token_diagnostics(samples: Samples, schedule: Schedule | MeshPlan) -> dict[s
     }
 
 
-class NonFiniteError(RunError):
-    """A step whose loss or gradient is not finite; nothing was updated."""
+@dataclass(frozen=True)
+class NonFinite:
+    """What is not finite in a step.
 
-    def __init__(self, step: int, tensors: list[str], sequences: list[int], replay: Path):
-        self.step, self.tensors, self.sequences, self.replay = step, tensors, sequences, replay
-        where = f"sequences {_few(sequences)}" if sequences else "no single sequence's entries"
-        super().__init__(
-            f"step {step}: not finite: {_few(tensors)}; seen in {where}; the batch is in {replay}, "
-            "nothing was updated"
-        )
+    Attributes:
+      tensors: names of scalars, entries' arrays and gradients.
+      sequences: those whose entries are not.
+    """
+
+    tensors: list[str]
+    sequences: list[int]
+
+    def __str__(self) -> str:
+        where = f"sequences {_few(self.sequences)}" if self.sequences else "no single sequence's entries"
+        return f"not finite: {_few(self.tensors)}; seen in {where}"
 
 
-def stop_if_not_finite(
-    step: int,
-    samples: Samples,
-    *,
-    scalars: Mapping[str, float],
-    entries: Mapping[str, np.ndarray],
-    grads: Any,
-    replay_dir: str | os.PathLike[str],
-) -> None:
-    """Call before the optimizer: raises if any of `scalars` is not finite, naming tensors and sequences.
+def find_non_finite(
+    samples: Samples, *, scalars: Mapping[str, float], entries: Mapping[str, np.ndarray], grads: Any
+) -> NonFinite | None:
+    """What is not finite if one of `scalars` is not; None if all are.
 
     Gradients and entries are looked at only when a scalar (the loss, the gradient's norm) says so.
 
     Args:
-      step: for the message.
-      samples: the batch, saved for replay (`load_replay`).
+      samples: what the numbers are of.
       scalars: the step's loss and gradient norm, by name.
       entries: arrays [E] of the step, such as logp, entropy and each entry's loss.
       grads: the gradients, any pytree.
-      replay_dir: folder for the replay file; made if it does not exist.
-
-    Raises:
-      NonFiniteError: names the scalars, entry arrays and gradient tensors that are not finite, and the
-        sequences whose entries are not.
     """
     bad = [name for name, value in scalars.items() if not np.isfinite(value)]
     if not bad:
-        return
+        return None
     wrong = np.zeros(len(samples.sequence), bool)
     for name, array in entries.items():
         here = ~np.isfinite(array)
         wrong |= here
         bad += [name] if here.any() else []
     bad += non_finite_tensors(grads)
-    replay = Path(replay_dir) / f"non_finite_step_{step}.npz"
-    save_replay(replay, samples)
-    raise NonFiniteError(step, bad, np.unique(samples.sequence[wrong]).tolist(), replay)
+    return NonFinite(bad, np.unique(samples.sequence[wrong]).tolist())
 
 
 def non_finite_tensors(tree: Any) -> list[str]:
@@ -193,7 +185,6 @@ def non_finite_tensors(tree: Any) -> list[str]:
 
 def save_replay(path: Path, samples: Samples) -> None:
     """Writes a batch to an `.npz`, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     arrays: dict[str, Any] = {
         "tokens": np.concatenate([np.asarray(s, np.int32) for s in samples.sequences]),
@@ -201,9 +192,11 @@ def save_replay(path: Path, samples: Samples) -> None:
         "sequence": samples.sequence,
         "position": samples.position,
     } | {f"values/{name}": value for name, value in samples.values.items()}
-    with partial.open("wb") as file:
-        np.savez(file, **arrays)
-    os.replace(partial, path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            np.savez(file, **arrays)
+        os.replace(partial, path)
 
 
 def load_replay(path: str | os.PathLike[str]) -> Samples:

@@ -12,10 +12,10 @@ Scores run the very operations of the gradient, so the first ratio is exactly 1.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -23,30 +23,25 @@ import numpy as np
 import optax
 
 from dta_jax.composite_losses import AtProximal
-from dta_jax.diagnostics import (
-    policy_diagnostics,
-    reward_diagnostics,
-    staleness_diagnostics,
-    stop_if_not_finite,
-    token_diagnostics,
-)
-from dta_jax.episode_rows import episode_returns
+from dta_jax.guards import Watch
 from dta_jax.hf_config import read_config
 from dta_jax.hf_weights import load_params
 from dta_jax.losses import TokenLoss
+from dta_jax.memory_plan import MemoryPlan
 from dta_jax.memory_predict import Setup
-from dta_jax.mesh_plan import MeshPlan
-from dta_jax.minibatches import Part, split_along_trie
+from dta_jax.minibatches import split_along_trie
 from dta_jax.model import Numbers, Params, cast
 from dta_jax.objective import Batch, PreferencePairs, credited
-from dta_jax.optimizer import learning_rate, make_optimizer
+from dta_jax.optimizer import learning_rate, make_optimizer, updates_made
+from dta_jax.phases import phase
 from dta_jax.plan_settings import settle
 from dta_jax.qwen3 import Qwen3, Qwen3Config
 from dta_jax.sequence_losses import Injected, SequenceLoss
 from dta_jax.settings import HuggingFaceModel, LiveRollouts, Train
 from dta_jax.sharding import DATA
-from dta_jax.tree_engine import BatchGradient, TreeEngine
-from dta_jax.types import Samples, Schedule
+from dta_jax.step_work import Planned, StepWork
+from dta_jax.tree_engine import TreeEngine
+from dta_jax.types import Samples
 from dta_jax.value_model import ValueModel
 from dta_jax.zero import ShardedOptimizer, State, bytes_on_a_device
 
@@ -66,23 +61,6 @@ class TrainState(NamedTuple):
         """The inverse of `as_tree`."""
         critic = State(**tree["critic"]) if "critic" in tree else None
         return cls(State(tree["params"], tree["opt_state"]), critic)
-
-
-@dataclass(frozen=True, eq=False)
-class Planned:
-    """A batch that is ready for the device.
-
-    Attributes:
-      batch: the whole batch.
-      parts: its minibatches.
-      schedules: one per part.
-      metrics: what its source says of it.
-    """
-
-    batch: Batch
-    parts: list[Part]
-    schedules: list[Schedule | MeshPlan]
-    metrics: Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +84,8 @@ class Learner:
       optimizer: of the float32 master weights, which it keeps on the mesh.
       critic: of `Train.critic`.
       longest: the most tokens of a sequence.
+      setup: what the policy's memory depends on.
+      memory: why chunk size and strategy are what they are, where that was left to us.
     """
 
     train: Train
@@ -115,6 +95,8 @@ class Learner:
     optimizer: ShardedOptimizer
     critic: Critic | None
     longest: int
+    setup: Setup
+    memory: MemoryPlan | None
 
     @classmethod
     def build(
@@ -123,7 +105,7 @@ class Learner:
         """A learner for batches of about `entries` entries in sequences of at most `longest` tokens.
 
         Args:
-          train: the settings; where they leave chunk size or strategy to us, the plan is printed.
+          train: the settings.
           model: the policy's decoder.
           longest: tokens.
           entries: room for that many is made at once.
@@ -151,7 +133,7 @@ class Learner:
             loss=train.loss if isinstance(train.loss, TokenLoss) else Injected(),
             resident=resident,
         )
-        planner, cost = settle(train.planner, setup, example)
+        planner, cost, memory = settle(train.planner, setup, example)
         assert isinstance(planner.chunk_size, int)
         engine = functools.partial(
             TreeEngine.for_batches,
@@ -163,7 +145,7 @@ class Learner:
             cost=cost,
         )
         critic = None if own is None else Critic(critic_model, engine(critic_model), own)
-        return cls(train, model, policy, engine(policy), optimizer, critic, longest)
+        return cls(train, model, policy, engine(policy), optimizer, critic, longest, setup, memory)
 
     @property
     def like(self) -> dict[str, Any]:
@@ -237,80 +219,62 @@ class Learner:
         step: int,
         planned: Planned,
         reference: Params | None,
-        out: Path,
+        watch: Watch,
         *,
         warm_up: bool = False,
     ) -> tuple[TrainState, dict[str, Any]]:
         """Step `step` (from 1).
 
         Args:
-          state: its arrays are donated.
-          step: for metrics, messages and the learning rate.
+          state: its arrays are donated to the first update that is made.
+          step: for metrics and messages.
           planned: the batch.
           reference: weights for `ref_logp`, where the loss reads it and the batch has none.
-          out: where a batch that breaks the run is written.
+          watch: the run's guards.
           warm_up: compile first whatever later steps can need.
 
         Returns:
           The new state and the step's row of metrics.
 
         Raises:
-          NonFiniteError: before the optimizer is applied.
+          GuardStop: before the optimizer is applied.
         """
         began = time.perf_counter()
-        batch, params = planned.batch, self.compute_params(state)
-        values, first_pass = self._informed(planned, params, state, reference)
-        loss: TokenLoss | SequenceLoss = self.train.loss
-        at_once = self.updates_per_step == 1
-        if "prox_logp" in loss.required and "prox_logp" not in values:
-            assert isinstance(loss, TokenLoss)
-            loss = AtProximal(loss)
-        logp, entropy = np.empty(len(batch.token), np.float32), np.empty(len(batch.token), np.float32)
-        rows: list[dict[str, float]] = []
-        scale = np.float32(len(planned.parts))  # each update's loss is as large as the batch's
-        for epoch in range(self.train.epochs):
-            for part, schedule in zip(planned.parts, planned.schedules, strict=True):
-                own = {name: array[part.entry] for name, array in values.items()}
-                samples = replace(part.samples, values=own | {"weight": own["weight"] * scale})
-                if epoch or part is not planned.parts[0]:
+        watch.begin(step)
+        rate = float(learning_rate(self.train.optimizer)(updates_made(state.policy.opt_state)))
+        params = self.compute_params(state)
+        work = self._prepared(step, planned, params, state, reference, watch)
+        if not work.is_skipped():
+            if warm_up:
+                self.engine.warm_up(params, work.samples_of(planned.parts[0]), work.loss)
+            for epoch, part in itertools.product(range(self.train.epochs), range(len(planned.parts))):
+                if epoch or part:
                     params = self.compute_params(state)
-                if warm_up and not rows:
-                    self.engine.warm_up(params, samples, loss)
-                found = self.engine.value_and_grad(
-                    params,
-                    samples,
-                    loss,
-                    part.unit,
-                    schedule=schedule,
-                    first_pass=first_pass if at_once else None,
-                )
-                logp[part.entry], entropy[part.entry] = found.logp, found.entropy
-                norm = _checked_norm(found, samples, step, out)
-                of_policy = {"loss": found.loss, "grad_norm": norm}
-                policy = state.policy
-                if step > (0 if self.train.critic is None else self.train.critic.warmup_steps):
-                    with jax.transfer_guard("disallow"):
-                        policy = jax.block_until_ready(self.optimizer.update(policy, found.grads))
-                del found
-                critic, of_critic = self._update_critic(state.critic, samples, part, schedule, step, out)
-                state = TrainState(policy, critic)
-                rows.append(of_policy | of_critic)
-        seen = dict(values)
-        if "prox_logp" in self.train.loss.required and "prox_logp" not in seen:
-            seen |= {"prox_logp": logp}
-        row: dict[str, Any] = {"step": step} | _means(rows)
-        row |= {
-            "seconds": time.perf_counter() - began,
-            "updates": len(rows),
-            "learning_rate": float(learning_rate(self.train.optimizer)((step - 1) * self.updates_per_step)),
-        }
-        row |= _tokens(planned, self.train.epochs)
-        row |= self._batch_diagnostics(step, batch, seen, logp, entropy)
-        return state, row | dict(planned.metrics)
+                state = self._update_part(state, params, work, part)
+        seconds = {"seconds": time.perf_counter() - began}
+        row = {"step": step} | work.row() | {"learning_rate": rate} | seconds | dict(planned.metrics)
+        return state, row
 
     def score(self, params: Params, batch: Batch) -> np.ndarray:
         """Log-probabilities of a batch's entries under some weights, float32[E], computed as in an update."""
         return self._numbers(self.engine, params, self.plan(batch)).logp
+
+    def _prepared(
+        self,
+        step: int,
+        planned: Planned,
+        params: Params,
+        state: TrainState,
+        reference: Params | None,
+        watch: Watch,
+    ) -> StepWork:
+        """A step before its first update: everything that the loss reads is known."""
+        values, first_pass = self._informed(planned, params, state, reference)
+        loss: TokenLoss | SequenceLoss = self.train.loss
+        if "prox_logp" in loss.required and "prox_logp" not in values:
+            assert isinstance(loss, TokenLoss)
+            loss = AtProximal(loss)
+        return StepWork(self.train, step, planned, values, loss, first_pass, watch)
 
     def _informed(
         self, planned: Planned, params: Params, state: TrainState, reference: Params | None
@@ -333,7 +297,8 @@ class Learner:
             weights = self.critic.optimizer.gather(state.critic.params, self.model.config.dtype)
             value = self._numbers(self.critic.engine, weights, planned).value
         informed = replace(batch, samples=replace(batch.samples, values=values))
-        values |= credited(informed, train.objective, value)
+        with phase("credit"):
+            values |= credited(informed, train.objective, value)
         correction = train.sequence_correction
         if correction is not None:
             unit = batch.episode if correction.unit == "rollout" else batch.completion
@@ -344,56 +309,66 @@ class Learner:
 
     def _numbers(self, engine: TreeEngine, params: Params, planned: Planned) -> Numbers:
         """What a head says of the batch's entries, float32[E] each."""
-        found = [
-            engine.forward(params, part.samples, schedule)
-            for part, schedule in zip(planned.parts, planned.schedules, strict=True)
-        ]
+        with phase("score"):
+            found = [
+                engine.forward(params, part.samples, schedule)
+                for part, schedule in zip(planned.parts, planned.schedules, strict=True)
+            ]
         entry = np.argsort(np.concatenate([part.entry for part in planned.parts]))
         joined = (None if x[0] is None else np.concatenate(x)[entry] for x in zip(*found, strict=True))
         return Numbers(*joined)
 
+    def _update_part(self, state: TrainState, params: Params, work: StepWork, number: int) -> TrainState:
+        """The update, policy's and critic's, on one minibatch."""
+        samples = work.samples_of(work.planned.parts[number])
+        policy, of_policy = self._update_policy(state.policy, params, samples, work, number)
+        critic, of_critic = self._update_critic(state.critic, samples, work, number)
+        work.rows.append(of_policy | of_critic)
+        work.updates += policy is not state.policy or critic is not state.critic
+        return TrainState(policy, critic)
+
+    def _update_policy(
+        self, state: State, params: Params, samples: Samples, work: StepWork, number: int
+    ) -> tuple[State, dict[str, float]]:
+        part, schedule = work.planned.parts[number], work.planned.schedules[number]
+        if self.train.critic is not None and work.step <= self.train.critic.warmup_steps:
+            # Its gradient would be thrown away; where it stands is told all the same.
+            if not work.knows(part):
+                work.note(part, *self.engine.logprobs(params, samples, schedule))
+            return state, {}
+        with phase("gradient"):
+            found = self.engine.value_and_grad(
+                params,
+                samples,
+                work.loss,
+                part.unit,
+                schedule=schedule,
+                first_pass=work.first_pass if self.updates_per_step == 1 else None,
+            )
+            work.note(part, found.logp, found.entropy)
+            norm = gradient_norm(found.grads)
+        if work.watch.allows(found, norm, samples, part.unit, self.train.loss):
+            with phase("update"), jax.transfer_guard("disallow"):
+                state = jax.block_until_ready(self.optimizer.update(state, found.grads))
+        return state, {"loss": found.loss, "grad_norm": norm}
+
     def _update_critic(
-        self,
-        state: State | None,
-        samples: Samples,
-        part: Part,
-        schedule: Schedule | MeshPlan,
-        step: int,
-        out: Path,
+        self, state: State | None, samples: Samples, work: StepWork, number: int
     ) -> tuple[State | None, dict[str, float]]:
         if self.critic is None or state is None:
             return None, {}
         assert self.train.critic is not None
+        part, schedule = work.planned.parts[number], work.planned.schedules[number]
         params = self.critic.optimizer.gather(state.params, self.model.config.dtype)
-        found = self.critic.engine.value_and_grad(
-            params, samples, self.train.critic.loss, part.unit, schedule=schedule
-        )
-        norm = _checked_norm(found, samples, step, out)
-        with jax.transfer_guard("disallow"):
-            state = jax.block_until_ready(self.critic.optimizer.update(state, found.grads))
+        with phase("gradient"):
+            found = self.critic.engine.value_and_grad(
+                params, samples, self.train.critic.loss, part.unit, schedule=schedule
+            )
+            norm = gradient_norm(found.grads)
+        if work.watch.is_finite(found, norm, samples, of="critic_"):
+            with phase("update"), jax.transfer_guard("disallow"):
+                state = jax.block_until_ready(self.critic.optimizer.update(state, found.grads))
         return state, {"critic_loss": found.loss, "critic_grad_norm": norm}
-
-    def _batch_diagnostics(
-        self,
-        step: int,
-        batch: Batch,
-        values: Mapping[str, np.ndarray],
-        logp: np.ndarray,
-        entropy: np.ndarray,
-    ) -> dict[str, Any]:
-        row: dict[str, Any] = {"rollouts": len(batch.group), "sequences": len(batch.samples.sequences)}
-        if batch.rollouts.reward is not None:
-            rewards = episode_returns(batch.rollouts)
-            row["reward_mean"] = float(rewards.mean())
-            if "advantage" in values:
-                row |= reward_diagnostics(rewards, values["advantage"], batch.group)
-        if "return" in values:
-            spread = float(np.var(values["return"]))
-            missed = float(np.var(values["return"] - values["old_value"]))
-            row["explained_variance"] = 1 - missed / spread if spread > 0 else 0.0
-        if batch.rollouts.versions is not None:
-            row |= staleness_diagnostics(batch.rollouts.versions[batch.token], step - 1)
-        return row | policy_diagnostics(self.train.loss, logp, entropy, values, batch.unit)
 
 
 def model_config(train: Train) -> Qwen3Config:
@@ -407,38 +382,9 @@ def model_config(train: Train) -> Qwen3Config:
     return train.model
 
 
-global_norm = jax.jit(optax.tree.norm)
+_global_norm = jax.jit(optax.tree.norm)
 
 
-def _checked_norm(found: BatchGradient, samples: Samples, step: int, out: Path) -> float:
-    """The gradient's norm; raises NonFiniteError if it or the loss is not finite."""
-    norm = float(jax.device_get(global_norm(found.grads)))
-    stop_if_not_finite(
-        step,
-        samples,
-        scalars={"loss": found.loss, "grad_norm": norm},
-        entries={"logp": found.logp, "entropy": found.entropy},
-        grads=found.grads,
-        replay_dir=out,
-    )
-    return norm
-
-
-def _means(rows: list[dict[str, float]]) -> dict[str, float]:
-    """The mean over updates. Losses of minibatches are scaled so that theirs is the batch's."""
-    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
-
-
-def _tokens(planned: Planned, epochs: int) -> dict[str, Any]:
-    """Tokens of the batch, counted four ways; those executed are of all epochs."""
-    counts = [
-        token_diagnostics(part.samples, schedule)
-        | {
-            "backward_tokens_executed": schedule.backward_tokens_executed,
-            "forward_tokens_executed": schedule.forward_tokens_executed,
-        }
-        for part, schedule in zip(planned.parts, planned.schedules, strict=True)
-    ]
-    total = {name: sum(count[name] for count in counts) for name in counts[0]}
-    total |= {name: total[name] * epochs for name in total if "executed" in name}
-    return total | {"dedupe_ratio": total["flat_tokens"] / total["tree_tokens"]}
+def gradient_norm(grads: Params) -> float:
+    """The global norm of a gradient, the same on every process."""
+    return float(jax.device_get(_global_norm(grads)))

@@ -27,6 +27,12 @@ def learning_rate(settings: AdamW) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(peak / (warmup + 1), peak, warmup), after], [warmup])
 
 
+def updates_made(state: optax.OptState) -> int:
+    """How many updates an optimizer's state has seen; skipped ones do not count."""
+    counts = optax.tree.get_all_with_path(state, "count")
+    return int(jax.device_get(counts[0][1]))
+
+
 @functools.cache
 def make_optimizer(settings: AdamW) -> optax.GradientTransformation:
     """AdamW for parameters in the layout of `dta_jax.model`; norms and biases do not decay.

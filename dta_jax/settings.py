@@ -20,6 +20,7 @@ from dta_jax.generation.local import LocalSampler
 from dta_jax.generation.openai import OpenAIServer
 from dta_jax.generation.sglang import SGLang
 from dta_jax.generation.vllm import VLLM
+from dta_jax.guard_settings import Guards
 from dta_jax.losses import CISPO, NLL, SAPO, PolicyGradient, PPOClip, ValueClip
 from dta_jax.objective import (
     GAE,
@@ -238,19 +239,63 @@ class SequenceCorrection:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """When the state is saved.
+    """When the state is saved, and which states stay.
 
     Attributes:
       every: steps between two checkpoints; the last step is always saved.
+      every_minutes: one is also made at the end of the first step after so many minutes without one; None for
+        steps alone.
       keep: how many of the newest stay.
+      keep_best: how many of the best stay besides, by `best_metric`; of equal ones, the newest.
+      best_metric: a number of the step's row of metrics. `eval_*` are of the weights that are saved, and
+        every evaluated step is saved then; `reward_mean` is of those that made the step's rollouts.
+      best_mode: "max" or "min", what is best.
     """
 
     every: int = 100
+    every_minutes: float | None = None
     keep: int = 2
+    keep_best: int = 0
+    best_metric: str | None = None
+    best_mode: Literal["max", "min"] = "max"
 
     def __post_init__(self) -> None:
         for name in ("every", "keep"):
             _check(self, name, getattr(self, name) >= 1, "at least 1")
+        minutes = self.every_minutes
+        _check(self, "every_minutes", minutes is None or 0 < minutes < math.inf, "None or minutes, above 0")
+        _check(self, "keep_best", self.keep_best >= 0, "at least 0")
+        named = (self.best_metric is not None and self.best_metric != "") == (self.keep_best > 0)
+        wanted = "a name in metrics.jsonl, to rank by" if self.keep_best else "None without keep_best"
+        _check(self, "best_metric", named, wanted)
+        _check(self, "best_mode", self.best_mode in ("max", "min"), "max or min")
+
+    @property
+    def best_is_evaluated(self) -> bool:
+        """Whether an evaluation says which checkpoints are best."""
+        return self.best_metric is not None and self.best_metric.startswith("eval_")
+
+
+@dataclass(frozen=True)
+class Logging:
+    """Where a run's metrics go beside `metrics.jsonl`.
+
+    Attributes:
+      tensorboard: event files in OUT/tensorboard.
+      wandb_project: of Weights & Biases (needs `dta_jax[wandb]`); None for no run there.
+      wandb_name: of the run there; None for the name of OUT.
+      wandb_mode: "online", or "offline" for files that `wandb sync` uploads later.
+    """
+
+    tensorboard: bool = True
+    wandb_project: str | None = None
+    wandb_name: str | None = None
+    wandb_mode: Literal["online", "offline"] = "online"
+
+    def __post_init__(self) -> None:
+        _check(self, "wandb_project", self.wandb_project != "", "None or a name")
+        _check(self, "wandb_name", self.wandb_name != "", "None or a name")
+        _check(self, "wandb_mode", self.wandb_mode in ("online", "offline"), "online or offline")
 
 
 @dataclass(frozen=True)
@@ -270,7 +315,8 @@ class Train:
         head on the policy.
       reference: the model of `ref_logp`; None for the starting weights.
       sequence_correction: a bounded importance weight per sequence; None for none.
-      optimizer, planner, checkpoints: see there.
+      optimizer, planner, checkpoints, guards: see there.
+      log: where metrics go.
       mesh: the devices to run on, `data x tensor` of them.
       steps: batches in all; each makes up to `minibatches * epochs` optimizer updates.
       minibatches: parts of a batch that are trained on one after the other.
@@ -296,6 +342,8 @@ class Train:
     optimizer: AdamW = field(default_factory=AdamW)
     planner: Planner = field(default_factory=Planner)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    guards: Guards = field(default_factory=Guards)
+    log: Logging = field(default_factory=Logging)
     mesh: MeshShape = field(default_factory=MeshShape)
     steps: int = 100
     minibatches: int = 1
@@ -379,6 +427,15 @@ class Train:
         _check(
             self, "sequence_correction", self.sequence_correction is None or weighs, "None without advantages"
         )
+        if self.checkpoints.best_is_evaluated and self.evaluate is None:
+            expected = "Train.evaluate, which makes it"
+            raise InputError(
+                "Checkpoints", "best_metric", expected=expected, actual=self.checkpoints.best_metric
+            )
+        if self.guards.max_kl_reference is not None and "ref_logp" not in self.reads:
+            expected = "None: neither the loss nor Rewards.kl_coef reads a reference"
+            actual = self.guards.max_kl_reference
+            raise InputError("Guards", "max_kl_reference", expected=expected, actual=actual)
         _check(self, "reference", self.reference is None or "ref_logp" in self.reads,
                "None: neither the loss nor Rewards.kl_coef reads it")  # fmt: skip
 

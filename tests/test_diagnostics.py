@@ -8,13 +8,13 @@ import pytest
 
 from dta_jax.composite_losses import BehaviourWeight, OffPolicy, Sum
 from dta_jax.diagnostics import (
-    NonFiniteError,
+    find_non_finite,
     load_replay,
     non_finite_tensors,
     policy_diagnostics,
     reward_diagnostics,
+    save_replay,
     staleness_diagnostics,
-    stop_if_not_finite,
     token_diagnostics,
 )
 from dta_jax.losses import NLL, SAPO, KLPenalty, PPOClip
@@ -163,33 +163,29 @@ def test_tensors_that_are_not_finite_are_named() -> None:
     assert non_finite_tensors({"embed": GRADS["embed"]}) == []
 
 
-def test_a_step_that_is_not_finite_stops_and_can_be_replayed(tmp_path: Path) -> None:
-    samples = batch()
+def test_what_is_not_finite_is_named_with_its_sequences() -> None:
     entries = {"logp": np.array([-1, np.nan, -1, -np.inf]), "entropy": np.ones(4)}
-    with pytest.raises(NonFiniteError) as caught:
-        stop_if_not_finite(
-            7,
-            samples,
-            scalars={"loss": 1.0, "grad_norm": np.nan},
-            entries=entries,
-            grads=GRADS,
-            replay_dir=tmp_path / "replay",
-        )
-    assert caught.value.tensors == ["grad_norm", "logp", "['layers']['wk']", "['layers']['wq']"]
-    assert caught.value.sequences == [1, 2]
-    assert "step 7" in str(caught.value)
-    assert "sequences 1, 2" in str(caught.value)
-    again = load_replay(caught.value.replay)
+    found = find_non_finite(batch(), scalars={"loss": 1.0, "grad_norm": np.nan}, entries=entries, grads=GRADS)
+    assert found is not None
+    assert found.tensors == ["grad_norm", "logp", "['layers']['wk']", "['layers']['wq']"]
+    assert found.sequences == [1, 2]
+    assert str(found).startswith("not finite: grad_norm, logp, ")
+    assert str(found).endswith("seen in sequences 1, 2")
+
+
+def test_a_finite_step_is_not_searched() -> None:
+    scalars = {"loss": 1.0, "grad_norm": 2.0}
+    assert find_non_finite(batch(), scalars=scalars, entries={}, grads=GRADS) is None
+
+
+def test_a_batch_can_be_replayed(tmp_path: Path) -> None:
+    samples = batch()
+    save_replay(tmp_path / "replay" / "b.npz", samples)
+    again = load_replay(tmp_path / "replay" / "b.npz")
     for ours, saved in zip(samples.sequences, again.sequences, strict=True):
         np.testing.assert_array_equal(saved, ours)
     np.testing.assert_array_equal(again.position, samples.position)
     np.testing.assert_array_equal(again.sequence, samples.sequence)
     assert again.values.keys() == samples.values.keys()
     np.testing.assert_array_equal(again.values["advantage"], samples.values["advantage"])
-    assert [p.name for p in (tmp_path / "replay").iterdir()] == ["non_finite_step_7.npz"]
-
-
-def test_a_finite_step_goes_on(tmp_path: Path) -> None:
-    scalars = {"loss": 1.0, "grad_norm": 2.0}
-    stop_if_not_finite(0, batch(), scalars=scalars, entries={}, grads=GRADS, replay_dir=tmp_path / "replay")
-    assert not (tmp_path / "replay").exists()
+    assert [p.name for p in (tmp_path / "replay").iterdir()] == ["b.npz"]

@@ -10,13 +10,14 @@ import pytest
 
 from dta_jax.composite_losses import AtProximal, BehaviourWeight, OffPolicy, Sum
 from dta_jax.errors import InputError
+from dta_jax.guards import Watch
 from dta_jax.hf_weights import save_folder
 from dta_jax.learner import Learner
 from dta_jax.loop import run_training
 from dta_jax.losses import KLPenalty, PolicyGradient, PPOClip, ValueClip
 from dta_jax.metrics import read_metrics
 from dta_jax.objective import GAE, Aggregate, GroupNormalized, PreferencePairs, Returns, Rewards, credited
-from dta_jax.prepare import prepare
+from dta_jax.prepare import Run, prepare
 from dta_jax.qwen3 import Qwen3
 from dta_jax.sequence_losses import DPO, SequenceRatio
 from dta_jax.settings import AdamW, Checkpoints, Critic, HuggingFaceModel, SequenceCorrection, Train
@@ -36,6 +37,10 @@ def change(train: Train, **changes: object) -> Train:
 
 def run(train: Train, out: Path) -> list[dict]:
     return run_training(prepare(train), out, "")
+
+
+def watch(prepared: Run, out: Path) -> Watch:
+    return Watch(prepared.train.guards, out)
 
 
 def gradient(learner: Learner, samples, unit) -> list[np.ndarray]:
@@ -96,7 +101,9 @@ def test_a_proximal_policy_costs_no_pass_of_its_own(tmp_path, monkeypatch, loss,
     passes = []
     forward_pass = TreeEngine.forward
     monkeypatch.setattr(TreeEngine, "forward", lambda *args: passes.append(1) or forward_pass(*args))
-    _, row = prepared.learner.update(prepared.learner.starting_state(), 1, planned, None, tmp_path)
+    _, row = prepared.learner.update(
+        prepared.learner.starting_state(), 1, planned, None, watch(prepared, tmp_path)
+    )
     assert len(passes) == forward
     assert row["ratio_max"] == 1
     assert row["mismatch_max"] > 0.1
@@ -155,7 +162,7 @@ def test_only_the_critic_learns_while_it_warms_up(tmp_path):
     old = {"old_logp": np.full(prepared.source.rollouts.tokens.size, -4.0, np.float32)}
     for step, still in ((1, True), (2, False)):
         planned = learner.plan(prepared.source.batch(step, old))
-        state, row = learner.update(state, step, planned, None, tmp_path)
+        state, row = learner.update(state, step, planned, None, watch(prepared, tmp_path))
         same = [
             np.array_equal(a, b)
             for a, b in zip(*map(jax.tree.leaves, (before.policy, state.policy)), strict=True)
@@ -239,6 +246,10 @@ def test_a_batch_of_equal_rewards_changes_nothing_but_the_step(tmp_path):
     )
     old = {"old_logp": np.full(rollouts.tokens.size, -4.0, np.float32)}
     _, row = prepared.learner.update(
-        prepared.learner.starting_state(), 1, prepared.learner.plan(equal.batch(1, old)), None, tmp_path
+        prepared.learner.starting_state(),
+        1,
+        prepared.learner.plan(equal.batch(1, old)),
+        None,
+        watch(prepared, tmp_path),
     )
     assert (row["grad_norm"], row["uniform_group_fraction"]) == (0, 1)

@@ -19,8 +19,8 @@ from dta_jax import tree_engine
 from dta_jax.advantages import group_normalized
 from dta_jax.composite_losses import Sum
 from dta_jax.config import load_config, operative_config
-from dta_jax.diagnostics import NonFiniteError
 from dta_jax.errors import InputError, run_command
+from dta_jax.guards import GuardStop, Watch
 from dta_jax.hf_weights import save_folder
 from dta_jax.learner import TrainState
 from dta_jax.loop import run_training
@@ -104,7 +104,7 @@ def one_step(
     prepared: Run, state: TrainState, step: int, out: Path, values: dict | None = None
 ) -> tuple[TrainState, dict]:
     planned = prepared.learner.plan(prepared.source.batch(step, values))
-    return prepared.learner.update(state, step, planned, None, out)
+    return prepared.learner.update(state, step, planned, None, Watch(prepared.train.guards, out))
 
 
 def source_of(train: Train) -> RecordedSource:
@@ -327,7 +327,7 @@ def test_a_step_that_is_not_finite_stops_before_the_optimizer(tmp_path):
     params["final"]["scale"] = params["final"]["scale"].at[0].set(jnp.inf)
     state = TrainState(State(params, prepared.learner.optimizer.init(params)), None)
     before = jax.tree.map(np.asarray, state)
-    with pytest.raises(NonFiniteError, match=r"^step 3: not finite: loss, grad_norm"):
+    with pytest.raises(GuardStop, match=r"^step 3: not finite: loss, grad_norm"):
         one_step(prepared, state, 3, tmp_path)
     for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(a, b)
