@@ -34,6 +34,7 @@ from dta_jax.model import Numbers, Params, cast
 from dta_jax.objective import Batch, PreferencePairs, credited
 from dta_jax.optimizer import learning_rate, make_optimizer, updates_made
 from dta_jax.phases import phase
+from dta_jax.placement import training_devices
 from dta_jax.plan_settings import settle
 from dta_jax.qwen3 import Qwen3, Qwen3Config
 from dta_jax.sequence_losses import Injected, SequenceLoss
@@ -114,7 +115,7 @@ class Learner:
         Raises:
           InputError: no plan fits the memory, or see `ShardedOptimizer.on`.
         """
-        mesh = train.mesh.make()
+        mesh = train.mesh.make(training_devices(train))
         policy = ValueModel(model, with_policy=True) if train.trains_values else model
         optimizer = ShardedOptimizer.on(mesh, policy, make_optimizer(train.optimizer))
         critic_model, own, resident = ValueModel(model), None, 0

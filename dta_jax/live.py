@@ -28,15 +28,17 @@ from dta_jax.generation.local import LocalSampler
 from dta_jax.generation.openai import OpenAIGenerator, OpenAIServer
 from dta_jax.generation.protocol import Generator
 from dta_jax.generation.sglang import SGLang, sglang_generator
+from dta_jax.generation.spread import SpreadGenerator
 from dta_jax.generation.vllm import VLLM, vllm_generator
-from dta_jax.learner import Learner, Planned, TrainState
+from dta_jax.learner import Learner, TrainState
 from dta_jax.model import Params
 from dta_jax.objective import PreferencePairs, make_batch
-from dta_jax.qwen3 import Qwen3, Qwen3Config
-from dta_jax.placement import sampling_devices
 from dta_jax.phases import phase
+from dta_jax.placement import sampling_devices
+from dta_jax.qwen3 import Qwen3, Qwen3Config
 from dta_jax.rollouts import Rollouts, load_rollouts, save_rollouts
 from dta_jax.settings import LiveRollouts
+from dta_jax.step_work import Planned
 from dta_jax.tokenizer import load_tokenizer
 
 
@@ -168,7 +170,11 @@ def make_generator(
     """
     how, config = settings.generator, model.config
     if isinstance(how, LocalSampler):
-        return how.make(model, params, version=version)
+        apart = sampling_devices(how)
+        if len(apart) > 1:
+            samplers = [how.make(model, params, version=version, device=device) for device in apart]
+            return SpreadGenerator(samplers, how.rows)
+        return how.make(model, params, version=version, device=apart[0] if apart else None)
     if isinstance(how, OpenAIServer):
         if settings.tokenizer is None:
             raise InputError(

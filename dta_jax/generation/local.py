@@ -47,6 +47,8 @@ class LocalSampler:
       decode_steps: the most tokens per row from one dispatch to the next.
       reuse_stale_cache: new calls may take over keys that older weights have made. Log-probabilities are
         then not exactly those of the weights that `Completion.versions` names.
+      devices: of a run, those that sample and do not train, by number; each has a sampler of its own. None:
+        the first device of the mesh does both.
     """
 
     rows: int = 16
@@ -54,6 +56,7 @@ class LocalSampler:
     prefill_chunk: int = 512
     decode_steps: int = 16
     reuse_stale_cache: bool = False
+    devices: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -65,6 +68,10 @@ class LocalSampler:
             value = getattr(self, name)
             if value < least:
                 raise InputError("LocalSampler", name, expected=f"at least {least}", actual=repr(value))
+        apart = self.devices
+        if apart is not None and (not apart or min(apart) < 1 or len(set(apart)) < len(apart)):
+            expected = "None or different numbers, at least 1 (device 0 trains)"
+            raise InputError("LocalSampler", "devices", expected=expected, actual=repr(apart))
 
     def make(
         self, model: DecoderModel, params: Params, *, version: int = 0, device: jax.Device | None = None
