@@ -1,4 +1,4 @@
-"""What a run reports: `metrics.jsonl`, one object per step, and a line of progress."""
+"""What a run reports: `metrics.jsonl`, one object per step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
-
-from tqdm import tqdm
 
 from dta_jax.errors import InputError, writing
 
@@ -37,10 +35,8 @@ class MetricsLog:
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
             self._file.flush()
 
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Closes the file."""
         with writing(self._path):
             self._file.close()
 
@@ -68,30 +64,3 @@ def _row(path: Path, number: int, line: str) -> dict[str, Any]:
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise InputError(path, f"line {number}", expected="a JSON object with a step", actual=line[:80])
     return row
-
-
-class Progress:
-    """A progress bar: reward, loss, dedupe ratio (flat / tree tokens), flat and tree tokens per second."""
-
-    def __init__(self, *, start: int, steps: int):
-        self._bar = tqdm(
-            total=max(start, steps), initial=start, unit="step", dynamic_ncols=True, mininterval=0.5
-        )
-
-    def update(self, row: Mapping[str, Any]) -> None:
-        """One step further."""
-        seconds = max(row["seconds"], 1e-9)
-        reward = f"reward {row['reward_mean']:.3g}, " if "reward_mean" in row else ""
-        self._bar.set_postfix_str(
-            f"{reward}loss {row['loss']:.4g}, tokens {row['tree_tokens']:,} "
-            f"(x{row['dedupe_ratio']:.1f}), flat {row['flat_tokens'] / seconds:,.0f}/s, "
-            f"tree {row['tree_tokens'] / seconds:,.0f}/s",
-            refresh=False,
-        )
-        self._bar.update()
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.close()

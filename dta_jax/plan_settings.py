@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 
 from dta_jax.cost_fit import saved_fit
-from dta_jax.memory_plan import CHUNKS, choose_plan
+from dta_jax.memory_plan import CHUNKS, MemoryPlan, choose_plan
 from dta_jax.memory_predict import Setup
 from dta_jax.model import cast
 from dta_jax.planner import DEFAULT_COST, CostModel
@@ -16,10 +16,12 @@ from dta_jax.trie import build_trie, entry_rows
 from dta_jax.types import Samples
 
 
-def settle(planner: Planner, setup: Setup, example: Samples | None) -> tuple[Planner, CostModel]:
-    """The settings with numbers in the place of "auto", and what operations cost.
+def settle(
+    planner: Planner, setup: Setup, example: Samples | None
+) -> tuple[Planner, CostModel, MemoryPlan | None]:
+    """The settings with numbers in the place of "auto", what operations cost, and the plan if one was chosen.
 
-    A plan that was chosen is printed. Costs are measured with random weights, which cost what others do.
+    Costs are measured with random weights, which cost what others do.
 
     Args:
       planner: as the user wrote it.
@@ -29,10 +31,12 @@ def settle(planner: Planner, setup: Setup, example: Samples | None) -> tuple[Pla
     Raises:
       InputError: no plan fits the memory; or a cost file that cannot be written.
     """
+    plan = None
     if "auto" in (planner.chunk_size, planner.strategy):
-        planner = _chosen(planner, setup, example)
+        plan = _chosen(planner, setup, example)
+        planner = replace(planner, chunk_size=plan.chunk_size, strategy=plan.strategy, memory_budget=None)
     if planner.cost_file is None:
-        return planner, DEFAULT_COST
+        return planner, DEFAULT_COST, plan
     assert isinstance(planner.chunk_size, int)
     params = cast(jax.jit(setup.model.init)(jax.random.key(0)), setup.dtype)
     fit = saved_fit(
@@ -43,15 +47,15 @@ def settle(planner: Planner, setup: Setup, example: Samples | None) -> tuple[Pla
         longest=setup.longest,
         refit=True,
     )
-    return planner, fit.cost
+    return planner, fit.cost, plan
 
 
-def _chosen(planner: Planner, setup: Setup, example: Samples | None) -> Planner:
+def _chosen(planner: Planner, setup: Setup, example: Samples | None) -> MemoryPlan:
     trie = rows = None
     if example is not None:
         trie = build_trie(example.sequences)
         rows = entry_rows(trie, example.sequence, example.position)
-    plan = choose_plan(
+    return choose_plan(
         setup,
         memory_budget=planner.memory_budget,
         strategy=planner.strategy,
@@ -59,6 +63,3 @@ def _chosen(planner: Planner, setup: Setup, example: Samples | None) -> Planner:
         entry_row=rows,
         chunks=CHUNKS if isinstance(planner.chunk_size, str) else (planner.chunk_size,),
     )
-    if jax.process_index() == 0:
-        print(plan)
-    return replace(planner, chunk_size=plan.chunk_size, strategy=plan.strategy, memory_budget=None)

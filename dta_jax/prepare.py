@@ -22,10 +22,12 @@ class Run:
     Attributes:
       learner: what a step does to the weights.
       source: where its batches come from.
+      sharing: tokens of the first batch, flat and as a tree, where it is known.
     """
 
     learner: Learner
     source: RecordedSource | LiveRollouts
+    sharing: tuple[int, int] | None = None
 
     @property
     def train(self) -> Train:
@@ -57,5 +59,5 @@ def prepare(train: Train) -> Run:
     learner = Learner.build(
         train, Qwen3(config), longest=source.longest, entries=source.entries, example=first.samples
     )
-    learner.plan(first)
-    return Run(learner, source)
+    tree = sum(schedule.trie.num_rows for schedule in learner.plan(first).schedules)
+    return Run(learner, source, (sum(map(len, first.samples.sequences)), tree))

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import functools
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import logging as absl_logging
@@ -24,6 +26,8 @@ from dta_jax.errors import InputError, run_command
 from dta_jax.hosts import Hosts, connect, guarded
 from dta_jax.loop import run_training
 from dta_jax.prepare import prepare
+from dta_jax.profiling import ProfiledSteps
+from dta_jax.terminal import one_line_warnings, print_table
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -31,32 +35,59 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m dta_jax.train", description=__doc__.splitlines()[0])
     parser.add_argument("config", help="a .gin file")
     parser.add_argument("--gin", action="append", default=[], metavar="BINDING", help="overrides a binding")
-    parser.add_argument("--out", type=Path, help="default: runs/CONFIG-TIME")
+    parser.add_argument("--out", type=Path, help="the run's folder (default: runs/CONFIG-TIME)")
     parser.add_argument(
         "--allow-changes", action="store_true", help="resume although bindings differ from the checkpoint's"
     )
+    parser.add_argument(
+        "--profile",
+        metavar="steps=A:B",
+        help="trace the steps A to B (OUT/profile) and tell where their time goes",
+    )
+    parser.add_argument("--quiet", action="store_true", help="show warnings and errors only")
     args = parser.parse_args(arguments)
+    profile = None if args.profile is None else ProfiledSteps.parse(args.profile)
     connect(Hosts.from_environment())
     absl_logging.set_verbosity(absl_logging.FATAL)  # errors are raised, too
-    train = load_config(args.config, args.gin)
-    text = operative_config()
-    if args.out is None and jax.process_count() > 1:
-        raise InputError("--out", "value", expected="one folder for all processes", actual="none")
-    out = args.out or Path("runs", f"{Path(args.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
-    rows = run_training(prepare(train), out, text, allow_changes=args.allow_changes)
-    if jax.process_index() > 0:
+    with one_line_warnings():
+        train = load_config(args.config, args.gin)
+        text = operative_config()
+        if args.out is None and jax.process_count() > 1:
+            raise InputError("--out", "value", expected="one folder for all processes", actual="none")
+        out = args.out or Path("runs", f"{Path(args.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+        run = prepare(train)
+        quiet = args.quiet or jax.process_index() > 0
+        if run.learner.memory is not None and not quiet:
+            print(run.learner.memory)
+        rows = run_training(
+            run, out, text, allow_changes=args.allow_changes, quiet=args.quiet, profile=profile
+        )
+    if quiet:
         return
     if not rows:
         print(f"{out}: nothing to do, step {train.steps} is reached; raise Train.steps to go on")
         return
+    print_table(summary(rows), f"{out}:")
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """What came of a run, from its rows of metrics: what and its value, for each line of a table."""
     first, last = rows[0], rows[-1]
-    names = ("loss", "reward_mean") if "reward_mean" in last else ("loss",)
-    changes = ", ".join(f"{name} {first[name]:z.4f} to {last[name]:z.4f}" for name in names)
-    print(
-        f"{out}: steps {first['step']} to {last['step']}, {changes}; "
-        f"{last['flat_tokens']:,} tokens in {last['tree_tokens']:,} (x{last['dedupe_ratio']:.1f}), "
-        f"{last['flat_tokens'] / last['seconds']:,.0f} flat tokens/s in the last step"
+    lines = [("steps", f"{first['step']} to {last['step']}")]
+    for name in ("loss", "reward_mean", "eval_reward_mean"):
+        values = [row[name] for row in rows if name in row]
+        if values:
+            lines.append((name, f"{values[0]:z.4f} to {values[-1]:z.4f}"))
+    flat, tree = (sum(row[f"{kind}_tokens"] for row in rows) for kind in ("flat", "tree"))
+    lines.append(("tokens", f"{flat:,} in {tree:,} (x{flat / tree:.1f})"))
+    usual = statistics.median(row["seconds"] for row in rows)
+    total = sum(row["seconds"] for row in rows)
+    compiling = sum(row["compile_seconds"] for row in rows)
+    lines.append(
+        ("time", f"{total:,.1f} s, {compiling:,.1f} of them compiling; {usual:.3g} s a step (median)")
     )
+    lines.append(("last step", f"{last['flat_tokens'] / last['seconds']:,.0f} flat tokens/s"))
+    return lines
 
 
 if __name__ == "__main__":
