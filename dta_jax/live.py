@@ -33,7 +33,7 @@ from dta_jax.generation.vllm import VLLM, vllm_generator
 from dta_jax.learner import Learner, TrainState
 from dta_jax.model import Params
 from dta_jax.objective import PreferencePairs, make_batch
-from dta_jax.phases import phase
+from dta_jax.phases import note, phase
 from dta_jax.placement import sampling_devices
 from dta_jax.qwen3 import Qwen3, Qwen3Config
 from dta_jax.rollouts import Rollouts, load_rollouts, save_rollouts
@@ -101,6 +101,7 @@ class LiveFeed:
             found = self._collector.batch(step)
         # A batch that reaches into the next epoch may have a task twice, in two groups.
         rollouts = replace(found.rollouts, task_id=found.group)
+            note("environment", found.metrics["environment_seconds"])
         if self._save_every is not None and step % self._save_every == 0:
             file = self._out / "rollouts" / f"{step}.npz"
             with writing(file):

@@ -22,7 +22,7 @@ from typing import Final, ParamSpec, TypeVar
 import jax
 
 PREFIX: Final = "seconds_"
-COMPILED: Final = "compile_seconds"
+COMPILE: Final = "compile"
 _COMPILATION: Final = "/jax/core/compile/backend_compile_duration"
 
 P = ParamSpec("P")
@@ -38,13 +38,13 @@ class Record:
 
     Attributes:
       seconds: by phase, of the whole record.
-      compiled: seconds that the compiler took, whatever thread asked for it; part of the phases, too.
+      within: seconds of what goes on within phases, in whatever thread: `compile`, and what `note` was told.
       waits: whether `dispatch` waits for the device.
     """
 
     def __init__(self, watch: Callable[[str], None] | None = None):
         self.seconds: dict[str, float] = {}
-        self.compiled = 0.0
+        self.within = {COMPILE: 0.0}
         self.waits = False
         self._watch = watch
         self._open: list[str] = []
@@ -53,10 +53,11 @@ class Record:
 
     def take(self) -> dict[str, float]:
         """What was added since the last call: `seconds_PHASE` and `compile_seconds`, for a row of metrics."""
-        now = {PREFIX + name: seconds for name, seconds in self.seconds.items()} | {COMPILED: self.compiled}
+        now = {PREFIX + name: seconds for name, seconds in self.seconds.items()}
+        now["compile_seconds"] = self.within[COMPILE]
         before, self._taken = self._taken, now
         added = {name: total - before.get(name, 0.0) for name, total in now.items()}
-        return {name: seconds for name, seconds in added.items() if seconds or name == COMPILED}
+        return {name: seconds for name, seconds in added.items() if seconds or not name.startswith(PREFIX)}
 
     def enter(self, name: str) -> None:
         """A phase begins."""
@@ -80,7 +81,7 @@ class Record:
     def note_event(self, event: str, duration_secs: float, **_: str | int) -> None:
         """A listener of `jax.monitoring`."""
         if event == _COMPILATION:
-            self.compiled += duration_secs
+            self.within[COMPILE] += duration_secs
 
 
 @contextlib.contextmanager
@@ -99,6 +100,13 @@ def recording(watch: Callable[[str], None] | None = None) -> Iterator[Record]:
 def current() -> Record | None:
     """This thread's record."""
     return getattr(_here, "record", None)
+
+
+def note(name: str, seconds: float) -> None:
+    """Adds seconds of something that goes on within phases, maybe several times at once."""
+    record = current()
+    if record is not None:
+        record.within[name] = record.within.get(name, 0.0) + seconds
 
 
 @contextlib.contextmanager

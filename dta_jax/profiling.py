@@ -72,23 +72,22 @@ class Profile:
       folder: the trace's.
       wall: seconds of all of them.
       seconds: by phase, of all of them.
-      compiled: seconds that the compiler took, whatever the phase.
+      within: seconds of what went on within the phases.
     """
 
     steps: ProfiledSteps
     folder: Path
     wall: float
     seconds: Mapping[str, float]
-    compiled: float
+    within: Mapping[str, float]
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Phase, seconds per step, share; the longest first, and at the end what no phase has."""
+        """Phase, seconds per step, share; the longest first, and the rest: other, all, within."""
         count = self.steps.last - self.steps.first + 1
         parts = sorted(self.seconds.items(), key=lambda item: -item[1])
         parts.append(("other", max(0.0, self.wall - sum(self.seconds.values()))))
         parts.append(("step", self.wall))
-        if self.compiled:
-            parts.append(("compiling, of that", self.compiled))
+        parts += [(f"{name} (within)", seconds) for name, seconds in self.within.items()]
         return [(name, f"{seconds / count:.4f}", f"{seconds / self.wall:.1%}") for name, seconds in parts]
 
 
@@ -103,7 +102,7 @@ class Profiler:
 
     def __init__(self, steps: ProfiledSteps | None, out: Path, record: Record):
         self._steps, self._folder, self._record = steps, out / FOLDER, record
-        self._began: tuple[float, float, dict[str, float]] | None = None
+        self._began: tuple[float, dict[str, float], dict[str, float]] | None = None
 
     def __enter__(self) -> Profiler:
         return self
@@ -141,18 +140,21 @@ class Profiler:
             self._folder.mkdir(parents=True, exist_ok=True)
             jax.profiler.start_trace(self._folder, profiler_options=options)
         self._record.waits = True
-        self._began = time.perf_counter(), self._record.compiled, dict(self._record.seconds)
+        self._began = time.perf_counter(), dict(self._record.seconds), dict(self._record.within)
 
     def _stop(self) -> Profile | None:
         if self._began is None or self._steps is None:
             return None
-        (began, compiled, before), self._began = self._began, None
+        (began, seconds, within), self._began = self._began, None
         wall = time.perf_counter() - began
         self._record.waits = False
         with writing(self._folder):
             jax.profiler.stop_trace()
-        now = self._record.seconds
-        spent = {name: total - before.get(name, 0.0) for name, total in now.items()}
-        compiled = self._record.compiled - compiled
-        used = {name: seconds for name, seconds in spent.items() if seconds > 0}
-        return Profile(self._steps, self._folder, wall, used, compiled)
+        spent = _added(seconds, self._record.seconds), _added(within, self._record.within)
+        return Profile(self._steps, self._folder, wall, *spent)
+
+
+def _added(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """What is more than before."""
+    more = {name: total - before.get(name, 0.0) for name, total in now.items()}
+    return {name: seconds for name, seconds in more.items() if seconds > 0}

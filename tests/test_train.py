@@ -113,7 +113,7 @@ def source_of(train: Train) -> RecordedSource:
 
 def numbers(rows: list[dict]) -> list[tuple]:
     """What a step computed; not how long it took."""
-    return [tuple((k, v) for k, v in sorted(row.items()) if k != "seconds") for row in rows]
+    return [tuple((k, v) for k, v in sorted(row.items()) if "seconds" not in k) for row in rows]
 
 
 def checkpoint_arrays(out: Path, step: int) -> dict:

@@ -15,6 +15,7 @@ import asyncio
 import dataclasses
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable
 from typing import Final, Literal, TypeAlias
 
@@ -68,6 +69,7 @@ class EpisodeRunner:
       oldest_version: tokens of older weights make the rest of an episode worthless.
       progress: called after every model call and every step of an environment that was completed.
       retried: called with every failure that is followed by a retry.
+      judged: called with the seconds that the environment took for a step, its reward included.
     """
 
     def __init__(
@@ -81,12 +83,13 @@ class EpisodeRunner:
         oldest_version: Callable[[], int],
         progress: Callable[[], None],
         retried: Callable[[EpisodeFailure], None],
+        judged: Callable[[float], None] = lambda seconds: None,
     ):
         self._environment, self._generator, self._settings = environment, generator, settings
         self._speaker = Speaker(chat, settings.sampling.stop_tokens)
         self._free = asyncio.Semaphore(settings.max_concurrent)
         self._newest_version, self._oldest_version = newest_version, oldest_version
-        self._progress, self._retried = progress, retried
+        self._progress, self._retried, self._judged_in = progress, retried, judged
 
     async def run(self, task: int, trial: int, seed: int) -> EpisodeRecord:
         """One episode, once it is its turn.
@@ -183,6 +186,7 @@ class EpisodeRunner:
             raise _environment_failure(error) from error
 
     async def _judged(self, turn: Awaitable[Step]) -> Step:
+        began = time.perf_counter()
         try:
             step = await turn
         except InputError:
@@ -191,6 +195,7 @@ class EpisodeRunner:
             Exception
         ) as error:  # foreign code: whatever it raises is this episode's failure, and is reported
             raise _environment_failure(error) from error
+        self._judged_in(time.perf_counter() - began)
         _check_number("reward", step.reward)
         self._progress()
         return step

@@ -21,6 +21,8 @@ class Tally:
       retried: episodes that failed and were tried again, by reason.
       rejected: episodes that failed for good, by reason; each took its group with it.
       rejected_groups, stale_groups, resampled_groups: groups that were lost, and why.
+      queue_full_seconds: nothing ran for so long, as staleness allowed no further group.
+      environment_seconds: what the environment took for its steps and rewards, summed over episodes.
     """
 
     retried: Counter[str] = field(default_factory=Counter)
@@ -28,6 +30,8 @@ class Tally:
     rejected_groups: int = 0
     stale_groups: int = 0
     resampled_groups: int = 0
+    queue_full_seconds: float = 0.0
+    environment_seconds: float = 0.0
 
 
 def batch_metrics(
@@ -53,6 +57,8 @@ def batch_metrics(
         "groups_resampled": tally.resampled_groups,
         "groups_equal": int(equal),
         "wait_seconds": waited,
+        "queue_full_seconds": tally.queue_full_seconds,
+        "environment_seconds": tally.environment_seconds,
     }
     row |= {f"retried_{reason}": count for reason, count in sorted(tally.retried.items())}
     row |= {f"rejected_{reason}": count for reason, count in sorted(tally.rejected.items())}

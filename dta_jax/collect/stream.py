@@ -78,6 +78,7 @@ class GroupStream:
             oldest_version=self._oldest_useful_version,
             progress=self.note_progress,
             retried=self._note_retry,
+            judged=self._note_environment,
         )
         self._tasks: dict[Place, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
@@ -274,3 +275,6 @@ class GroupStream:
     def _note_retry(self, failure: EpisodeFailure) -> None:
         self._tally.retried[failure.reason] += 1
         self._last_failure = str(failure)
+    def _note_environment(self, seconds: float) -> None:
+        self._tally.environment_seconds += seconds
+
