@@ -10,9 +10,10 @@ Otherwise a language model plays the user: any OpenAI-compatible endpoint, calle
 Instructions, policies, tools and the verdict are tau2's own. What differs:
 
 - The ticket is a user message of its own, not the end of the system message: the long part of the prompt,
-  policy and tools, is then the same for all tasks, and is shared.
+  policy and tools, is then the same for all tasks, and is shared. With `brief` it is left out.
 - A tool call that can't be read gets an error as its result and the episode goes on; tau2 has a server parse
   calls, and never sees such an answer. It counts as an error of the agent.
+- An assertion about something that the agent never made is an error in tau2; here it has failed.
 - An answer that is empty, or in solo mode calls no tool, ends the episode as an error of the agent, with
   reward 0.
 
@@ -59,6 +60,7 @@ class Tau2:
       domain: which.
       split: which of its task sets, such as "train" or "test"; None for the domain's usual one.
       solo: without a user; only tasks that tau2 allows it for.
+      brief: without instructions, policy and list of tools, which a model has to know by its training then.
       max_messages: of agent, user and tools together; the episode then ends with reward 0.
       max_errors: calls that failed or could not be read; the episode then ends with reward 0.
       user_model: litellm's name of the model that plays the user, such as "openai/NAME"; read unless `solo`.
@@ -71,6 +73,7 @@ class Tau2:
     domain: Domain = "mock"
     split: str | None = None
     solo: bool = True
+    brief: bool = False
     max_messages: int = 200
     max_errors: int = 10
     user_model: str | None = None
@@ -171,7 +174,7 @@ class Tau2Episode:
             initialization_actions=initial and initial.initialization_actions,
             message_history=history,
         )
-        messages, tools = opening(self._environment, solo=self._settings.solo)
+        messages, tools = self._opening()
         self._trajectory = history
         if self._settings.solo:
             begun = [ticket_message(self._task.ticket), *map(chat_message, history)]
@@ -190,6 +193,12 @@ class Tau2Episode:
             return step
         said = step.observation.messages or ()
         return Step(Observation(messages=[*messages, *map(chat_message, seen), *said], tools=tools))
+
+    def _opening(self) -> tuple[list[dict], list[dict] | None]:
+        """What every episode of the domain begins with, and the tools."""
+        if self._settings.brief:
+            return [], None
+        return opening(self._environment, solo=self._settings.solo)
 
     def _step(self, answer: Answer) -> Step:
         said, calls = parse_answer(answer.text or "")
@@ -269,6 +278,25 @@ class Tau2Episode:
 
     def _over(self, reason: str) -> Step:
         """tau2's verdict; it is 0 where agent or user did not end the episode themselves."""
+        reward = self._verdict(reason) if self._can_be_judged() else 0.0
+        info = {
+            "success": float(reward == 1),
+            "tool_calls": float(self._calls),
+            "tool_errors": float(self._errors),
+        }
+        return Step(None, final_reward=reward, info=info, stop_reason=reason)
+
+    def _can_be_judged(self) -> bool:
+        """Whether the task's assertions can run: tau2's raise where what they ask about was never made."""
+        criteria = self._task.evaluation_criteria
+        try:
+            for assertion in (criteria and criteria.env_assertions) or ():
+                self._environment.run_env_assertion(assertion, raise_assertion_error=False)
+        except ValueError:
+            return False
+        return True
+
+    def _verdict(self, reason: str) -> float:
         simulation, evaluator = package("data_model.simulation"), package("evaluator.evaluator")
         now = package("utils.utils").get_now()
         run = simulation.SimulationRun(
@@ -283,12 +311,7 @@ class Tau2Episode:
         verdict = evaluator.evaluate_simulation(
             run, self._task, evaluator.EvaluationType.ALL, self._settings.solo, self._settings.domain
         )
-        info = {
-            "success": float(verdict.reward == 1),
-            "tool_calls": float(self._calls),
-            "tool_errors": float(self._errors),
-        }
-        return Step(None, final_reward=float(verdict.reward), info=info, stop_reason=reason)
+        return float(verdict.reward)
 
 
 @functools.lru_cache(maxsize=16)

@@ -84,6 +84,20 @@ def test_doing_nothing_or_something_else_is_no_success(mock):
         assert (last.final_reward, last.stop_reason) == (0.0, "agent_stop")
 
 
+def test_an_assertion_about_what_was_never_made_has_failed(mock):
+    """tau2's raises; a failed episode would be rejected, and nobody learnt from it."""
+    last = play(mock, task_named(mock, "create_task_1_with_env_assertions"), [DONE])[-1]
+    assert (last.final_reward, last.stop_reason) == (0.0, "agent_stop")
+
+
+def test_brief_leaves_only_the_ticket():
+    brief = Tau2("mock", brief=True)
+    first = play(brief, 0, brief.reference_answers(0))
+    assert [message["role"] for message in first[0].observation.messages] == ["user"]
+    assert first[0].observation.tools is None
+    assert first[-1].final_reward == 1
+
+
 def test_tasks_share_everything_up_to_the_ticket(mock):
     first = [play(mock, task, [])[0].observation for task in range(mock.num_tasks)]
     assert all(observation.messages[0] == first[0].messages[0] for observation in first)
