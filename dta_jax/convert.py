@@ -321,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="DIR",
         help="Hugging Face folder with a chat template",
     )
-    parser.add_argument("--out", required=True, type=Path, metavar="ROLLOUTS.npz")
+    parser.add_argument("--out", required=True, type=Path, metavar="ROLLOUTS.npz", help="the file to write")
     parser.add_argument(
         "--thinking", choices=("keep", "strip"), default="keep", help="in later turns' contexts"
     )

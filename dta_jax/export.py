@@ -134,10 +134,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("checkpoint", type=Path, help="a run, its checkpoints, or one of them")
     parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="the folder to make")
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="default: the folder the run began from"
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="folder whose tokenizer goes along (default: the one that the run began from)",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="default: the one that the run computed with")
-    parser.add_argument("--max-shard-gb", type=float, default=DEFAULT_SHARD_BYTES / 1e9, metavar="GB")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: the one that the run computed with)")
+    parser.add_argument(
+        "--max-shard-gb",
+        type=float,
+        default=DEFAULT_SHARD_BYTES / 1e9,
+        metavar="GB",
+        help="the most weights in one file (default: %(default)g)",
+    )
     args = parser.parse_args(arguments)
     absl_logging.set_verbosity(absl_logging.FATAL)
     if not 1e-9 <= args.max_shard_gb < math.inf:
