@@ -1,4 +1,4 @@
-"""What a run shows: on a terminal, in a file, without colour, not at all; and that every option is explained."""
+"""What a run shows: on a terminal, in a file, without colour, not at all; every option is explained."""
 
 import argparse
 import importlib
@@ -47,7 +47,9 @@ def test_a_file_gets_a_few_lines_without_escape_codes():
     lines = shown.splitlines()
     assert ESCAPE not in shown
     assert lines[0] == "step 1/1000: compiling ..."
-    assert lines[-1].startswith("step 1000/1000: reward 0.25, loss -0.5, 100 tokens (x20.0), 1,000 flat/s, 2.00 s")
+    assert lines[-1].startswith(
+        "step 1000/1000: reward 0.25, loss -0.5, 100 tokens (x20.0), 1,000 flat/s, 2.00 s"
+    )
     assert len(lines) == 1 + LINES
 
 
