@@ -231,10 +231,33 @@ def test_a_batch_that_waits_has_what_was_meant_for_it_and_nothing_stale():
     assert sum(batch.metrics["groups_stale_dropped"] for batch in batches) == 0
 
 
+@pytest.mark.parametrize("on_stale", ["drop", "wait"])
+def test_what_is_seen_ahead_is_what_is_trained_on(on_stale):
+    """The next batch is there before the weights are that it is trained with; until then it is only accepted."""
+    trained = []
+    with collector(generator=FakeGenerator(log_normal(0.003)), max_staleness=1, on_stale=on_stale) as c:
+        for step in range(1, 5):
+            rollouts, group = c.ahead(step)
+            found = c.batch(step)
+            np.testing.assert_array_equal(rollouts.tokens, found.rollouts.tokens)
+            np.testing.assert_array_equal(group, found.group)
+            assert found.metrics["staleness_max"] <= 1
+            trained += seeds(found)
+            ahead, _ = c.ahead(step + 1)
+            state, accepted = c.state()
+            assert state["step"] == step
+            waiting = accepted.tokens[accepted.offsets[:-1]].tolist()
+            assert set(ahead.tokens[ahead.offsets[:-1]].tolist()) <= set(waiting)
+            assert not set(trained) & set(waiting)
+            with pytest.raises(InputError, match=f"weights for step {step + 1}: expected version {step}"):
+                c.batch(step + 1)
+            c.publish(None, step)
+
+
 @pytest.mark.parametrize("with_rollouts", [True, False])
 def test_a_snapshot_loses_no_accepted_rollout_and_trains_none_twice(with_rollouts):
     trained, generator = [], FakeGenerator(log_normal(0.003))
-    with collector(generator=generator, max_staleness=2) as c:
+    with collector(generator=generator, max_staleness=2, on_stale="wait") as c:
         for step in (1, 2, 3):
             trained += seeds(c.batch(step))
             c.publish(None, step)
@@ -244,7 +267,7 @@ def test_a_snapshot_loses_no_accepted_rollout_and_trains_none_twice(with_rollout
     waiting = accepted.tokens[accepted.offsets[:-1]].tolist()
     resumed = FakeGenerator()
     environment = FakeEnvironment()
-    with collector(environment, resumed, max_staleness=2) as c:
+    with collector(environment, resumed, max_staleness=2, on_stale="wait") as c:
         c.restore(state, accepted if with_rollouts else None)
         c.publish(None, 3)
         for step in (4, 5, 6):

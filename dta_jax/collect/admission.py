@@ -56,6 +56,7 @@ class Admission:
         self._resampled: Counter[int] = Counter()
         self._equal: dict[Place, Group] = {}
         self._keeping_slot: set[Place] = set()
+        self._chosen: list[Group] | None = None  # of the next batch, still among `ready`
 
     @property
     def capacity(self) -> int:
@@ -119,6 +120,17 @@ class Admission:
         del self.ready[place]
         self._replace(place)
 
+    def choose(self, step: int, *, wait: bool = False) -> list[Group] | None:
+        """What `take` will give for the next step, whatever is accepted until then; None as there.
+
+        The groups count as accepted, and not as trained on. Call it when stale ones are dropped.
+        """
+        if self._chosen is None:
+            if len(self.ready) < self.batch_groups or (wait and self._unsettled(step)):
+                return None
+            self._chosen = [self.ready[place] for place in sorted(self.ready)[: self.batch_groups]]
+        return self._chosen
+
     def take(self, step: int, *, wait: bool = False) -> list[Group] | None:
         """The batch of a step: the accepted groups that come first in order; None while there are too few.
 
@@ -126,10 +138,12 @@ class Admission:
           step: the step.
           wait: also for groups that are still to come, if they were meant for this step or an earlier one.
         """
-        if len(self.ready) < self.batch_groups or (wait and self._unsettled(step)):
+        chosen = self.choose(step, wait=wait)
+        if chosen is None:
             return None
-        chosen = [self.ready.pop(place) for place in sorted(self.ready)[: self.batch_groups]]
-        self.step = step
+        for group in chosen:
+            del self.ready[group.place]
+        self._chosen, self.step = None, step
         self._forget_finished_steps()
         return chosen
 

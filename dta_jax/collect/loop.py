@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -26,7 +26,7 @@ from dta_jax.collect.episodes import CLOSE_SECONDS
 from dta_jax.collect.evaluation import Evaluate, evaluate_episodes
 from dta_jax.collect.loop_thread import LoopThread
 from dta_jax.collect.order import TaskOrder
-from dta_jax.collect.records import SOURCE
+from dta_jax.collect.records import SOURCE, Group
 from dta_jax.collect.report import batch_metrics
 from dta_jax.collect.settings import Collect
 from dta_jax.collect.stream import CollectError, GroupStream, Snapshot
@@ -118,10 +118,20 @@ class Collector:
         """
         began = time.monotonic()
         groups, tally = self._wait(f"batch {step}", self._stream.take(step))
-        rollouts = concatenate_rollouts([group.rollouts for group in groups], source=SOURCE)
-        rows = [group.rollouts.num_rollouts for group in groups]
+        rollouts, group = _joined(groups)
         metrics = batch_metrics(groups, rollouts, tally, step=step, waited=time.monotonic() - began)
-        return Collected(rollouts, np.repeat(np.arange(len(rows), dtype=np.int32), rows), metrics)
+        return Collected(rollouts, group, metrics)
+
+    def ahead(self, step: int) -> tuple[Rollouts, np.ndarray]:
+        """The rollouts and groups that `batch` will give for the next step, to be worked on beforehand.
+
+        Unlike all else it may be called in another thread, while the trainer still works on the step before;
+        with `max_staleness` of at least 1. The groups still count as accepted and not trained on.
+
+        Raises:
+          InputError, CollectError: see `batch`.
+        """
+        return _joined(self._wait(f"batch {step}", self._stream.choose(step)))
 
     def publish(self, params: Params, version: int) -> None:
         """Hands new weights to the engine, and returns when it draws with them.
@@ -207,6 +217,13 @@ class Collector:
                 )
 
         return self._thread.run(coroutine, stop_if_stuck)
+
+
+def _joined(groups: Sequence[Group]) -> tuple[Rollouts, np.ndarray]:
+    """The rows of groups, and the number of each row's group."""
+    rollouts = concatenate_rollouts([group.rollouts for group in groups], source=SOURCE)
+    rows = [group.rollouts.num_rollouts for group in groups]
+    return rollouts, np.repeat(np.arange(len(rows), dtype=np.int32), rows)
 
 
 def _deadline(seconds: float) -> Callable[[], None]:

@@ -9,7 +9,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,17 +92,17 @@ class GroupStream:
     async def take(self, step: int) -> tuple[list[Group], Tally]:
         """The groups that a step trains on, and what happened since the step before."""
         self._begin(step)
-        self._start_groups()
-        while True:
-            if self._fatal is not None:
-                raise self._fatal
-            self._drop_stale(step)
-            groups = self._admission.take(step, wait=self._settings.on_stale == "wait")
-            if groups is not None:
-                tally, self._tally = self._tally, Tally()
-                return groups, tally
-            self._changed.clear()
-            await self._changed.wait()
+        groups = await self._when_whole(step, self._admission.take)
+        tally, self._tally = self._tally, Tally()
+        return groups, tally
+
+    async def choose(self, step: int) -> list[Group]:
+        """The groups that `take` will give; the weights of step - 1 need not be there yet.
+
+        Without staleness the groups only start with them, so it would wait for `take`.
+        """
+        self._begin(step, beforehand=True)
+        return await self._when_whole(step, self._admission.choose)
 
     async def update(self, params: Params, version: int) -> None:
         """New weights for the engine. More groups start then; synchronous ones wait for `take`."""
@@ -162,7 +162,20 @@ class GroupStream:
             f"rejected; last failure: {self._last_failure}"
         )
 
-    def _begin(self, step: int) -> None:
+    async def _when_whole(self, step: int, pick: Callable[..., list[Group] | None]) -> list[Group]:
+        """What `pick` gives, as soon as it gives something."""
+        self._start_groups()
+        while True:
+            if self._fatal is not None:
+                raise self._fatal
+            self._drop_stale(step)
+            groups = pick(step, wait=self._settings.on_stale == "wait")
+            if groups is not None:
+                return groups
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _begin(self, step: int, *, beforehand: bool = False) -> None:
         if step < 1:
             raise InputError("Collector", "step", expected="at least 1", actual=step)
         if not self._began:
@@ -171,7 +184,7 @@ class GroupStream:
             self._admission.version = self._newest_version = self._generator.version
         if step != self._admission.step + 1:
             raise InputError("Collector", "step", expected=self._admission.step + 1, actual=step)
-        if self._admission.version != step - 1:
+        if self._admission.version != step - 1 and not beforehand:
             raise InputError(
                 "Collector",
                 f"weights for step {step}",
