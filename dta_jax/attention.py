@@ -55,6 +55,15 @@ def block_size(size: int) -> int:
     return size if size <= MAX_BLOCK else math.gcd(size, MAX_BLOCK)
 
 
+def key_block(keys: int) -> int:
+    """Keys per attention block, for about `keys` of them: a power of two, 8 to 256.
+
+    Blocks are visited whole: smaller ones waste less on what is invisible in them, and from 256 on the
+    products are as fast as with larger ones.
+    """
+    return min(256, max(8, 1 << (keys - 1).bit_length()))
+
+
 def plan_blocks(
     q_start: jax.Array, q_end: jax.Array, num_queries: int, block_q: int, block_k: int
 ) -> BlockPlan:

@@ -139,6 +139,10 @@ class DecoderModel(Protocol):
         """Factor on q . k before the softmax."""
 
     @property
+    def attention_backend(self) -> str:
+        """Who computes attention: "auto", "xla" or "pallas" (`dta_jax.attention_backends`)."""
+
+    @property
     def head(self) -> Head:
         """What losses read of the final hidden states."""
 

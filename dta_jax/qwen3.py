@@ -258,10 +258,12 @@ class Qwen3:
     """`dta_jax.model.DecoderModel` for a `Qwen3Config`; a static argument of compiled functions.
 
     With a `tensor_axis`, the config's numbers of heads and its MLP are those of one device (see `split`).
+    `attention_backend` is one of `dta_jax.attention_backends.CHOICES`.
     """
 
     config: Qwen3Config
     tensor_axis: str | None = None
+    attention_backend: str = "auto"
 
     @property
     def num_layers(self) -> int:
@@ -341,7 +343,7 @@ class Qwen3:
                 )
             shares[name] = whole // size
         del shares["vocab_size"]  # ids are checked against the whole
-        return Qwen3(dataclasses.replace(self.config, **shares), axis)
+        return Qwen3(dataclasses.replace(self.config, **shares), axis, self.attention_backend)
 
     def logical_axes(self, params: Params) -> Params:
         """Names of the parameters' dimensions; see `DecoderModel.logical_axes`."""

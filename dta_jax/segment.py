@@ -5,7 +5,7 @@ hidden state, by slot. The rows of the operation that runs put theirs behind the
 `[S, S + W)`, so that context and own rows are one array of keys and nothing is concatenated.
 
 `run` is a scan over layers. `pull` is its vjp, written as the reverse scan: per layer, `jax.vjp` of the two
-halves of the model's layer around `attention.backward`. That keeps two things in place that a
+halves of the model's layer around `Attention.backward`. That keeps two things in place that a
 `jax.vjp` of the whole scan could not: cotangents of the context are added up in float32 where they
 belong (a vjp's cotangents would have the keys' dtype, and a stack-sized temporary per layer), and each
 layer's weight gradient goes straight into the accumulator.
@@ -16,13 +16,14 @@ Shapes: W rows, S stack slots, N >= S + W keys, L layers, H / K heads, d head wi
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dta_jax import attention
+from dta_jax.attention import key_block
+from dta_jax.attention_backends import Attention, Problem, bind
 from dta_jax.model import DecoderModel, LayerParams, Params
 from dta_jax.tensor_axis import local_index, lookup
 from dta_jax.types import accumulator_dtype
@@ -65,15 +66,6 @@ def num_keys(stack_slots: int, chunk_size: int) -> int:
     return -(-(stack_slots + chunk_size) // block) * block
 
 
-def key_block(keys: int) -> int:
-    """Keys per attention block, for about `keys` of them: a power of two, 8 to 256.
-
-    Blocks are visited whole: smaller ones waste less on what is invisible in them, and from 256 on the
-    products are as fast as with larger ones.
-    """
-    return min(256, max(8, 1 << (keys - 1).bit_length()))
-
-
 def empty_stack(model: DecoderModel, params: Params, keys: int) -> Stack:
     """A stack of zeros, in the dtypes that the model's keys and hidden states have."""
     layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])
@@ -99,14 +91,14 @@ def run(
     Returns:
       h [W, D], the final hidden states; the stack with the rows' K, V and h at `[S, S + W)`; residuals.
     """
-    plan, settings = _plan(model, stack, rows)
+    attention = _attention(model, stack, rows)
 
     def body(carry: tuple, xs: tuple[LayerParams, jax.Array]) -> tuple[tuple, tuple]:
         x, k_stack, v_stack = carry
         layer, l = xs
         q, k, v = model.qkv(layer, x, rows.position)
         k_stack, v_stack = _put(k_stack, k, l, first), _put(v_stack, v, l, first)
-        out, lse = attention.forward(q, k_stack, v_stack, l, rows.q_start, rows.q_end, plan, **settings)
+        out, lse = attention.forward(q, k_stack, v_stack, l)
         return (model.mix(layer, x, out), k_stack, v_stack), (x, out, lse)
 
     index = jnp.arange(model.num_layers, dtype=jnp.int32)
@@ -181,7 +173,7 @@ def pull(
     Returns:
       grads and cotangents with this operation's added. What the own keys got at `[S, S + W)` is left there.
     """
-    plan, settings = _plan(model, stack, rows)
+    attention = _attention(model, stack, rows)
     width = len(rows.token)
     final, pull_final = jax.vjp(model.final, params["final"], residuals.last)
     d_final, dx = pull_final(own.h.astype(final.dtype))
@@ -193,19 +185,7 @@ def pull(
         d_layer, dx, d_out = pull_mix(dx)
         (q, k, v), pull_qkv = jax.vjp(functools.partial(model.qkv, position=rows.position), layer, x)
         dq, dk_stack, dv_stack = attention.backward(
-            d_out,
-            q,
-            out,
-            lse,
-            stack.k,
-            stack.v,
-            dk_stack,
-            dv_stack,
-            l,
-            rows.q_start,
-            rows.q_end,
-            plan,
-            **settings,
+            d_out, q, out, lse, stack.k, stack.v, dk_stack, dv_stack, l
         )
         dk = dk + _get(dk_stack, l, first, width)
         dv = dv + _get(dv_stack, l, first, width)
@@ -228,11 +208,10 @@ def pull(
     return grads, Stack(dk, dv, cotangents.h)
 
 
-def _plan(model: DecoderModel, stack: Stack, rows: Rows) -> tuple[attention.BlockPlan, dict[str, Any]]:
-    width, keys = len(rows.token), stack.k.shape[2]
-    block_k = key_block(keys)
-    plan = attention.plan_blocks(rows.q_start, rows.q_end, width, attention.block_size(width), block_k)
-    return plan, {"block_k": block_k, "scale": model.attention_scale}
+def _attention(model: DecoderModel, stack: Stack, rows: Rows) -> Attention:
+    _, _, keys, head_dim = stack.k.shape
+    problem = Problem(len(rows.token), keys, head_dim, stack.k.dtype.name, model.attention_scale)
+    return bind(model.attention_backend, problem, rows.q_start, rows.q_end)
 
 
 def _put(stack: jax.Array, own: jax.Array, layer: jax.Array, first: int) -> jax.Array:

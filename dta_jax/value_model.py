@@ -71,6 +71,10 @@ class ValueModel:
         return self.decoder.attention_scale
 
     @property
+    def attention_backend(self) -> str:
+        return self.decoder.attention_backend
+
+    @property
     def head(self) -> Head:
         return PolicyValueHead() if self.with_policy else ValueHead()
 
