@@ -1,20 +1,26 @@
-"""Checkpoints of a run: complete or invisible, checked when they are read, the newest few kept.
+"""Checkpoints of a run: complete or invisible, checked when they are read, the newest and the best few kept.
 
     DIR/checkpoints/STEP/state    arrays: parameters, optimizer state (orbax, tensorstore)
-    DIR/checkpoints/STEP/run      JSON: step, seed, settings; dtype, shape and fingerprint of every array
+    DIR/checkpoints/STEP/run      JSON: step, settings, metrics; dtype, shape and fingerprint of every array
 
 Orbax writes into a folder of another name and renames it when everything is on disk, so a process that
 is killed at any moment leaves whole checkpoints and, at most, a temporary folder that the next run removes.
 Saving copies the arrays to the host and returns; the disk is written in the background. What the disk
 does later is caught by fingerprints; the checkpoint before is used then.
+
+Which are best is read from the JSON parts, not from orbax's own item for metrics: a damaged one of those
+keeps orbax from opening the folder at all.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import itertools
+import json
+import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,12 +28,53 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from orbax.checkpoint.checkpoint_managers import (
+    AnyPreservationPolicy,
+    LatestN,
+    PolicyCheckpointInfo,
+    PreservationContext,
+    PreservationPolicy,
+)
 
 from dta_jax.errors import InputError, RunError
+from dta_jax.hosts import answer_of_process_0
+from dta_jax.settings import Checkpoints
 
 
 class DamagedCheckpointError(InputError):
     """A checkpoint that was complete once and cannot be read as it was written."""
+
+
+class DueCheckpoints:
+    """When a checkpoint is due. Several processes go by the clock of process 0.
+
+    Args:
+      settings: of the run.
+      clock: seconds.
+    """
+
+    def __init__(self, settings: Checkpoints, clock: Callable[[], float] = time.monotonic):
+        self._settings, self._clock = settings, clock
+        self._last = clock()
+
+    def at(self, step: int, row: Mapping[str, Any]) -> bool:
+        """Whether the state of a step that is over is to be saved.
+
+        Args:
+          step: from 1.
+          row: its metrics.
+        """
+        settings = self._settings
+        by_clock = False
+        if settings.every_minutes is not None:
+            by_clock = answer_of_process_0(self._clock() - self._last >= 60 * settings.every_minutes)
+        rated = settings.best_is_evaluated and settings.best_metric in row
+        return by_clock or rated or step % settings.every == 0
+
+    def note_saved(self) -> None:
+        """The clock begins anew."""
+        self._last = self._clock()
 
 
 class CheckpointStore:
@@ -35,16 +82,31 @@ class CheckpointStore:
 
     Args:
       directory: where they are, made if it does not exist.
-      keep: how many of the newest stay.
+      keep, keep_best, best_metric, best_mode: see `Checkpoints`; metrics are those of the `run` part.
     """
 
-    def __init__(self, directory: Path, *, keep: int):
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int,
+        keep_best: int = 0,
+        best_metric: str | None = None,
+        best_mode: str = "max",
+    ):
         self._directory = directory.absolute()
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(directory, "folder", expected="a folder", actual=error.strerror) from None
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        steps = (path for path in self._directory.iterdir() if path.name.isdecimal())
+        self._metrics = {int(path.name): _saved_metrics(path) for path in steps}
+        self._best = _Best(keep_best, best_metric or "", best_mode, self._metrics)
+        self._looked_for_metric = False
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=AnyPreservationPolicy([LatestN(keep), self._best]),
+            cleanup_tmp_directories=True,
+        )
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     def __enter__(self) -> CheckpointStore:
@@ -59,13 +121,18 @@ class CheckpointStore:
         """The steps of complete checkpoints, ascending."""
         return sorted(self._manager.all_steps())
 
+    def best(self) -> int | None:
+        """The step of the best checkpoint; None if none is rated."""
+        ranked = self._best.ranked(self.steps())
+        return ranked[-1] if ranked else None
+
     def save(self, step: int, state: Any, run: Mapping[str, Any]) -> None:
         """Saves a state in the background. Its arrays may be donated as soon as this returns.
 
         Args:
-          step: optimizer updates that the state has seen.
+          step: steps that the state has seen.
           state: a pytree of arrays.
-          run: everything else, as JSON.
+          run: everything else, as JSON; its `metrics`, float by name, say how good the state is.
 
         Raises:
           RunError: it cannot be written, or the one before could not.
@@ -78,6 +145,8 @@ class CheckpointStore:
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(state), run=ocp.args.JsonSave({**run, "arrays": arrays})
         )
+        self._metrics[step] = run.get("metrics", {})
+        self._look_for_metric(step)
         with self._saving():
             self._manager.save(step, args=args)
 
@@ -111,6 +180,9 @@ class CheckpointStore:
                 continue
             for item in damaged.items():
                 self._move_aside(*item)
+            for other in self._best.unknown(self.steps()):
+                path = self._directory / str(other)
+                warnings.warn(f"{path}: run: cannot be read; it is kept, and not rated", stacklevel=2)
             return step, state
         for newest in damaged.values():
             hint = "no checkpoint before it is whole; to begin anew, choose another folder"
@@ -123,8 +195,24 @@ class CheckpointStore:
         names = (f"{step}.damaged{n or ''}" for n in itertools.count())
         aside = next(p for p in map(self._directory.joinpath, names) if not p.exists())
         warnings.warn(f"{error}; moved to {aside.name}, going on from the one before", stacklevel=3)
-        (self._directory / str(step)).rename(aside)
+        self._metrics.pop(step, None)
+        if jax.process_index() == 0:
+            (self._directory / str(step)).rename(aside)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices(aside.name)
         self._manager.reload()
+
+    def _look_for_metric(self, step: int) -> None:
+        """Says once that no metric has the name that the best are known by."""
+        name, metrics = self._best.metric, self._metrics[step] or {}
+        evaluated = not name.startswith("eval_") or any(other.startswith("eval_") for other in metrics)
+        if not name or self._looked_for_metric or not evaluated:
+            return
+        self._looked_for_metric = True
+        if name not in metrics:
+            close = difflib.get_close_matches(name, metrics, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            warnings.warn(f"Checkpoints.best_metric: step {step} has no {name}{hint}", stacklevel=3)
 
     def close(self) -> None:
         """Waits until everything is on disk.
@@ -179,6 +267,51 @@ class CheckpointStore:
             raise DamagedCheckpointError(
                 self._directory / str(step), item, expected="a whole checkpoint", actual=_reason(error)[:200]
             ) from error
+
+
+class _Best(PreservationPolicy):
+    """Preserves the best few, and those of which nothing can be read: they may be among the best.
+
+    Args:
+      number: how many.
+      metric, mode: what is best.
+      metrics: of all checkpoints, by step; None where they cannot be read.
+    """
+
+    def __init__(
+        self, number: int, metric: str, mode: str, metrics: Mapping[int, Mapping[str, float] | None]
+    ):
+        self.metric = metric
+        self._number, self._sign, self._metrics = number, 1 if mode == "max" else -1, metrics
+
+    def ranked(self, steps: Sequence[int]) -> list[int]:
+        """Those steps that are rated, from the worst to the best; of equal ones, the newest is the best."""
+        rated = {step: metrics[self.metric] for step in steps
+                 if (metrics := self._metrics.get(step)) and self.metric in metrics}  # fmt: skip
+        return sorted(rated, key=lambda step: (self._sign * rated[step], step))
+
+    def unknown(self, steps: Sequence[int]) -> list[int]:
+        """Those steps of which nothing can be read; none if nobody asks for the best."""
+        return [step for step in steps if self._metrics.get(step, {}) is None] if self._number else []
+
+    def should_preserve(
+        self, checkpoints: Sequence[PolicyCheckpointInfo], *, context: PreservationContext
+    ) -> Sequence[bool]:
+        """See `PreservationPolicy`."""
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        ranked = self.ranked(steps)
+        kept = {*ranked[max(len(ranked) - self._number, 0) :], *self.unknown(steps)}
+        return [step in kept for step in steps]
+
+
+def _saved_metrics(step: Path) -> dict[str, float] | None:
+    """The metrics in a checkpoint's JSON part; None if it cannot be read."""
+    try:
+        run = json.loads((step / "run" / "metadata").read_text(encoding="utf-8"))
+        metrics = run.get("metrics", {})
+        return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+    except (OSError, ValueError, AttributeError):  # no file, no JSON, no object
+        return None
 
 
 def _reason(error: Exception) -> str:

@@ -52,7 +52,8 @@ class GuardStop(RunError):
     def __init__(self, kind: str, step: int, numbers: str, replay: Path | None):
         self.kind, self.step, self.replay = kind, step, replay
         where = "" if replay is None else f"; the batch is in {replay}"
-        super().__init__(f"step {step}: {numbers}{where}; the update was not made")
+        undone = "" if kind == "full_queue" else "; the update was not made"
+        super().__init__(f"step {step}: {numbers}{where}{undone}")
 
 
 class Watch:
@@ -77,7 +78,7 @@ class Watch:
         self._norms = deque[float](saved.get("norms", ()), maxlen=REMEMBERED_NORMS)
         self._in_a_row = int(saved.get("in_a_row", 0))
         self._replays = Counter[str](saved.get("replays", {}))
-        self._told: dict[str, int] = {}  # the first step of each kind, in this process
+        self._first: dict[str, int] = {}  # steps, by kind, in this process
         self._last: dict[str, int] = {}
         self._total = Counter[str]()
         self._step = 0
@@ -216,7 +217,7 @@ class Watch:
         if not self._total:
             return None
         met = ", ".join(
-            f"{kind} {count} x in steps {self._told[kind]} .. {self._last[kind]}"
+            f"{kind} {count} x in steps {self._first[kind]} .. {self._last[kind]}"
             for kind, count in self._total.items()
         )
         return f"guards: {met}"
@@ -230,8 +231,6 @@ class Watch:
     def _met(self, kind: str, action: Action, numbers: str, samples: Samples | None = None) -> bool:
         """Trouble: raises, or returns whether the update is skipped."""
         self._here[kind] += 1
-        self._total[kind] += 1
-        self._last[kind] = self._step
         if action == "stop":
             raise GuardStop(kind, self._step, numbers, self._replay(kind, samples))
         skips = action == "skip"
@@ -244,8 +243,10 @@ class Watch:
                 raise GuardStop(kind, self._step, numbers, self._replay(kind, samples))
         few = skips and self._replays[kind] < MAX_REPLAYS
         replay = self._replay(kind, samples) if few else None
-        if kind not in self._told:
-            self._told[kind] = self._step
+        self._total[kind] += 1
+        self._last[kind] = self._step
+        if kind not in self._first:
+            self._first[kind] = self._step
             done = "the update is skipped" if skips else "the run goes on"
             where = "" if replay is None else f"; the batch is in {replay}"
             self._tell(

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from dta_jax.errors import InputError
 
@@ -94,6 +96,13 @@ def connect(hosts: Hosts | None) -> None:
         reason = str(error).splitlines()[0]
         expected = f"{hosts.processes} processes within {CONNECT_SECONDS} s"
         raise InputError(COORDINATOR, hosts.coordinator, expected=expected, actual=reason) from None
+
+
+def answer_of_process_0(answer: bool) -> bool:
+    """What process 0 says, on all of them, which have to ask together."""
+    if jax.process_count() == 1:
+        return answer
+    return bool(multihost_utils.broadcast_one_to_all(np.array(answer)))
 
 
 def guarded(main: Callable[[], Any]) -> None:

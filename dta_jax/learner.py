@@ -372,6 +372,11 @@ class Learner:
         return state, {"critic_loss": found.loss, "critic_grad_norm": norm}
 
 
+def source_of(model: HuggingFaceModel | Qwen3Config | None) -> str:
+    """Where weights come from, as the user named it; None is the starting weights' model."""
+    return str(model.path) if isinstance(model, HuggingFaceModel) else "Train.seed"
+
+
 def model_config(train: Train) -> Qwen3Config:
     """The policy's shape: the settings' own, or its folder's.
 

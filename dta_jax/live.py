@@ -2,13 +2,14 @@
 
 batch(step)   episodes of the weights of step - 1, or older ones within `Collect.max_staleness`
 publish       the weights of a step, to the engine
-saved         what a checkpoint needs beside the weights; accepted rollouts are in OUT/accepted/STEP.npz
+snapshot      what a checkpoint needs beside the weights
+keep          its accepted rollouts, in OUT/accepted/STEP.npz
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from dta_jax.chat import Chat
 from dta_jax.chat_template import load_template
 from dta_jax.collect.evaluation import Evaluate
 from dta_jax.collect.loop import Collector
+from dta_jax.collect.stream import Snapshot
 from dta_jax.episode_rows import episode_returns, episodes_of
-from dta_jax.errors import InputError, RunError, writing
+from dta_jax.errors import InputError, writing
 from dta_jax.generation.local import LocalSampler
 from dta_jax.generation.openai import OpenAIGenerator, OpenAIServer
 from dta_jax.generation.protocol import Generator
@@ -38,7 +40,7 @@ from dta_jax.placement import sampling_devices
 from dta_jax.qwen3 import Qwen3, Qwen3Config
 from dta_jax.rollouts import Rollouts, load_rollouts, save_rollouts
 from dta_jax.settings import LiveRollouts
-from dta_jax.step_work import Planned
+from dta_jax.step_work import Nothing, Planned
 from dta_jax.tokenizer import load_tokenizer
 
 
@@ -51,7 +53,7 @@ class LiveFeed:
       params: the weights that the first episodes are answered with; see `sampling_params`.
       start: their version, the step that the run goes on from.
       out: the run's folder.
-      saved: what `saved` gave at that step; None at the start.
+      saved: what the snapshot of that step said; None at the start.
     """
 
     def __init__(
@@ -95,35 +97,40 @@ class LiveFeed:
     def __exit__(self, *error: object) -> None:
         self._collector.close()
 
-    def get(self, step: int) -> Planned:
+    def get(self, step: int) -> Planned | Nothing:
         """The batch of a step, planned; blocks until its episodes are over."""
         with phase("rollouts"):
             found = self._collector.batch(step)
+            note("environment", found.metrics["environment_seconds"])
         # A batch that reaches into the next epoch may have a task twice, in two groups.
         rollouts = replace(found.rollouts, task_id=found.group)
-            note("environment", found.metrics["environment_seconds"])
         if self._save_every is not None and step % self._save_every == 0:
             file = self._out / "rollouts" / f"{step}.npz"
             with writing(file):
                 save_rollouts(file, rollouts)
-        self._stop_if_useless(rollouts, step)
+        useless = self._why_useless(rollouts)
+        if useless is not None:
+            return Nothing(useless, found.metrics)
         with phase("plan"):
             batch = make_batch(rollouts, self._learner.train.objective)
             return self._learner.plan(batch, found.metrics)
 
-    def _stop_if_useless(self, rollouts: Rollouts, step: int) -> None:
-        if not rollouts.completion_spans.size:
-            raise RunError(
-                f"step {step}: no episode has an answer: every first prompt fills the context of "
-                f"{self._learner.longest} tokens"
+    def _why_useless(self, rollouts: Rollouts) -> str | None:
+        """Why a batch has no token with loss; None if it has."""
+        spans = rollouts.completion_spans
+        if not (spans[:, 2] > spans[:, 1]).any():
+            return (
+                "no episode has an answer: every first prompt fills the context of "
+                f"{self._learner.longest} tokens, or nothing is answered"
             )
         if isinstance(self._learner.train.advantages, PreferencePairs):
             group = rollouts.require("task_id")[episodes_of(rollouts)[0]]
             if not informative(episode_returns(rollouts), group).any():
-                raise RunError(
-                    f"step {step}: there is no pair to prefer: rewards are equal within every group; "
+                return (
+                    "there is no pair to prefer: rewards are equal within every group; "
                     "Collect.skip_equal = True replaces such groups, as far as Collect.max_resampled allows"
                 )
+        return None
 
     def publish(self, state: TrainState, step: int) -> None:
         """Hands the weights of a step to the engine."""
@@ -135,22 +142,27 @@ class LiveFeed:
         numbers = {name: x for name, x in found.items() if isinstance(x, int | float)}
         return {f"eval_{name}": float(x) for name, x in numbers.items()}
 
-    def saved(self, step: int, keep: int) -> dict[str, Any]:
-        """What goes into the checkpoint of a step; call it after `publish`.
+    def snapshot(self) -> Snapshot:
+        """What a resumed run needs beside the weights; take it between `publish` and the next `get`."""
+        return self._collector.state()
+
+    def keep(self, step: int, snapshot: Snapshot, steps: Sequence[int], newest: int) -> None:
+        """Keeps accepted rollouts for a checkpoint that is about to be saved.
 
         Args:
-          step: whose weights are saved.
-          keep: how many checkpoints stay.
+          step: of the checkpoint.
+          snapshot: of that step.
+          steps: of the checkpoints that are there; their rollouts stay.
+          newest: so many of the newest stay in any case, as the disk may lag behind.
         """
-        snapshot = self._collector.state()
         file = _accepted(self._out, step)
         if snapshot.accepted is not None:
             with writing(file):
                 save_rollouts(file, snapshot.accepted)
         older = sorted((int(path.stem), path) for path in file.parent.glob("[0-9]*.npz"))
-        for _, path in older[: -keep - 1]:
-            path.unlink()
-        return snapshot.state
+        for number, path in older[: -newest - 1]:
+            if number not in steps:
+                path.unlink()
 
 
 def sampling_params(learner: Learner, state: TrainState) -> Params:

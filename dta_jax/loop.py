@@ -23,21 +23,22 @@ from typing import Any
 
 import jax
 
-from dta_jax.checkpoint import CheckpointStore
+from dta_jax.checkpoint import CheckpointStore, DueCheckpoints
+from dta_jax.collect.stream import Snapshot
 from dta_jax.errors import InputError, Interrupted, RunError, writing
-from dta_jax.guards import Watch
-from dta_jax.learner import TrainState
+from dta_jax.guards import GuardStop, Watch
+from dta_jax.learner import TrainState, source_of
 from dta_jax.live import LiveFeed, sampling_params
 from dta_jax.phases import Record, phase, recording
 from dta_jax.preflight import preflight
 from dta_jax.prepare import Run
 from dta_jax.profiling import ProfiledSteps, Profiler
 from dta_jax.recorded import RecordedFeed, RecordedSource, logprobs_of_the_start
-from dta_jax.run_record import RunRecord
+from dta_jax.run_record import FrozenWeights, RunRecord
 from dta_jax.settings import LiveRollouts
 from dta_jax.signals import Stopped, StopSignals
 from dta_jax.sinks import Sink, check_sinks, open_sinks
-from dta_jax.step_work import Planned
+from dta_jax.step_work import Nothing, Planned
 from dta_jax.terminal import Progress, Terminal
 
 
@@ -71,14 +72,23 @@ def run_training(
     """
     train, learner = run.train, run.learner
     check_sinks(train.log)
-    record = RunRecord.of(train, config_text, run.source, learner.model.config)
+    record = RunRecord.of(learner, config_text, run.source)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(out, "--out", expected="a folder", actual=error.strerror) from None
     writes = jax.process_index() == 0
     with contextlib.ExitStack() as stack:
-        store = stack.enter_context(CheckpointStore(out / "checkpoints", keep=train.checkpoints.keep))
+        kept = train.checkpoints
+        store = stack.enter_context(
+            CheckpointStore(
+                out / "checkpoints",
+                keep=kept.keep,
+                keep_best=kept.keep_best,
+                best_metric=kept.best_metric,
+                best_mode=kept.best_mode,
+            )
+        )
         resumed: dict[str, Any] = {}
 
         def check(step: int, saved: Mapping[str, Any]) -> None:
@@ -100,15 +110,19 @@ def run_training(
             profile.check(start=start, steps=train.steps)
         terminal = Terminal(quiet=quiet or not writes)
         signals = stack.enter_context(StopSignals())
+        folder = out / "checkpoints" / str(start)
+        frozen = FrozenWeights(folder, resumed.get("frozen"), allow_changes=allow_changes)
         try:
             with signals.interrupting(), terminal.waiting("preparing the first batch"):
-                feed = _open_feed(run, state, out, start, resumed.get("collector"))
+                feed = _open_feed(run, state, out, start, resumed.get("collector"), frozen)
         except Stopped:
             raise _interrupted(signals, start) from None
         stack.enter_context(feed)
         reference = None
         if isinstance(run.source, LiveRollouts) and "ref_logp" in train.reads:
             reference = learner.reference_params()
+            name = "starting" if train.reference is None else "reference"
+            frozen.check(name, source_of(train.reference or train.model), reference)
         sinks: list[Sink] = []
         if writes:
             sinks = stack.enter_context(open_sinks(train, out, keep_through=start))
@@ -117,8 +131,12 @@ def run_training(
         times = stack.enter_context(recording(progress.phase))
         profiler = stack.enter_context(Profiler(profile if writes else None, out, times))
         shown = _Shown(terminal, progress, sinks, times, profiler)
-        loop = _Loop(run, out, record, store, signals, feed, shown)
-        return loop.run(state, start, reference)
+        watch = Watch(train.guards, out, resumed.get("guards"), tell=_tell)
+        loop = _Loop(run, record, frozen, store, signals, feed, watch, shown)
+        try:
+            return loop.run(state, start, reference)
+        finally:
+            loop.tell_summary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,17 +169,20 @@ class _Loop:
     def __init__(
         self,
         run: Run,
-        out: Path,
         record: RunRecord,
+        frozen: FrozenWeights,
         store: CheckpointStore,
         signals: StopSignals,
         feed: RecordedFeed | LiveFeed,
+        watch: Watch,
         shown: _Shown,
     ):
-        self._train, self._learner, self._out = run.train, run.learner, out
-        self._record, self._store, self._signals, self._feed = record, store, signals, feed
-        self._shown = shown
-        self._watch = Watch(run.train.guards, out, tell=_tell)
+        self._train, self._learner = run.train, run.learner
+        self._record, self._frozen, self._store = record, frozen, store
+        self._signals, self._feed, self._watch, self._shown = signals, feed, watch, shown
+        self._due = DueCheckpoints(run.train.checkpoints)
+        self._snapshot: Snapshot | None = None
+        self._beside: dict[str, Any] = {}  # what a checkpoint of the last step says beside its arrays
         self._failed: RunError | InputError | None = None
         self._rows: list[dict[str, Any]] = []
 
@@ -175,29 +196,51 @@ class _Loop:
                 if planned is None:
                     break
                 warm_up = train.planner.warm_up and step == start + 1
-                state, row = self._learner.update(
-                    state, step, planned, reference, self._watch, warm_up=warm_up
-                )
+                try:
+                    state, row = self._step(state, step, planned, reference, warm_up=warm_up)
+                except GuardStop as error:
+                    self._failed = error
+                    break
                 done = step
                 # Whatever happens now, the step is logged and saved; its row may lack the evaluation.
                 self._publish(state, step, row, began)
                 self._report(row)
-                if step % train.checkpoints.every == 0 or step == train.steps or self._ends:
+                if self._due.at(step, row) or step == train.steps or self._ends:
                     self._save(step, state)
             self._shown.end_profile(step)
             if self._ends:
                 break
         if self._ends:
-            if self._rows and done not in self._store.steps():
+            # Updates that a step made before it was stopped have taken its arrays.
+            whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.as_tree()))
+            if self._rows and whole and done not in self._store.steps():
                 self._save(done, state)
             raise self._failed or _interrupted(self._signals, done)
         return self._rows
+
+    def tell_summary(self) -> None:
+        """Says in a line each which checkpoint is best and what the guards met."""
+        checkpoints, best = self._train.checkpoints, self._store.best()
+        if checkpoints.keep_best and best is not None:
+            _tell(f"best {checkpoints.best_metric}: checkpoint {best}")
+        if (summary := self._watch.summary()) is not None:
+            _tell(summary)
+
+    def _step(
+        self, state: TrainState, step: int, planned: Planned | Nothing, reference: Any, *, warm_up: bool
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """The update on a batch, if there is something in it."""
+        if isinstance(planned, Planned):
+            return self._learner.update(state, step, planned, reference, self._watch, warm_up=warm_up)
+        self._watch.begin(step)
+        self._watch.skips_empty(planned.reason)
+        return state, planned.row(step) | self._watch.row()
 
     @property
     def _ends(self) -> bool:
         return self._failed is not None or self._signals.received is not None
 
-    def _next(self, step: int) -> Planned | None:
+    def _next(self, step: int) -> Planned | Nothing | None:
         """The batch of a step; None if the run ends instead."""
         try:
             with self._signals.interrupting():
@@ -220,18 +263,31 @@ class _Loop:
                 if train.evaluate is not None and due:
                     with phase("evaluate"):
                         row |= self._feed.evaluate(train.evaluate, step)
+            self._watch.look_at_queue(row)
         except (RunError, InputError) as error:
             self._failed = error
+        row |= self._watch.row()
 
     def _report(self, row: dict[str, Any]) -> None:
         row |= self._shown.times.take()
         self._rows.append(row)
         self._shown.report(row)
+        # Taken now: the next batch, even one that stops the run, changes what there is to go on from.
+        self._snapshot = self._feed.snapshot()
+        self._beside = {
+            "collector": None if self._snapshot is None else self._snapshot.state,
+            "guards": self._watch.state(),
+            "frozen": self._frozen.known,
+            "metrics": {name: x for name, x in row.items() if type(x) in (int, float)},
+        }
 
     def _save(self, step: int, state: TrainState) -> None:
         with phase("save"):
-            collector = self._feed.saved(step, self._train.checkpoints.keep)
-            self._store.save(step, state.as_tree(), self._record.at(step, collector))
+            if self._snapshot is not None:
+                assert isinstance(self._feed, LiveFeed)
+                self._feed.keep(step, self._snapshot, self._store.steps(), self._train.checkpoints.keep)
+            self._store.save(step, state.as_tree(), self._record.at(step, **self._beside))
+            self._due.note_saved()
 
 
 def _tell(line: str) -> None:
@@ -254,10 +310,15 @@ def _interrupted(signals: StopSignals, step: int) -> Interrupted:
 
 
 def _open_feed(
-    run: Run, state: TrainState, out: Path, start: int, collector: Mapping[str, Any] | None
+    run: Run,
+    state: TrainState,
+    out: Path,
+    start: int,
+    collector: Mapping[str, Any] | None,
+    frozen: FrozenWeights,
 ) -> RecordedFeed | LiveFeed:
     learner, source = run.learner, run.source
     if isinstance(source, RecordedSource):
-        return RecordedFeed(learner, source, logprobs_of_the_start(learner, source, out, start))
+        return RecordedFeed(learner, source, logprobs_of_the_start(learner, source, out, start, frozen.check))
     params = sampling_params(learner, state)
     return LiveFeed(learner, source, params, start=start, out=out, saved=collector)

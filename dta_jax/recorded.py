@@ -20,7 +20,8 @@ from dta_jax.advantages import informative
 from dta_jax.collect.evaluation import Evaluate
 from dta_jax.episode_rows import episodes_of
 from dta_jax.errors import InputError, writing
-from dta_jax.learner import Learner, TrainState
+from dta_jax.learner import Learner, TrainState, source_of
+from dta_jax.model import Params
 from dta_jax.objective import Batch, GroupNormalized, Objective, PreferencePairs, make_batch
 from dta_jax.phases import phase
 from dta_jax.plan_ahead import PlanAhead
@@ -269,7 +270,7 @@ class RecordedFeed:
         """Recorded rollouts have no tasks to evaluate."""
         raise AssertionError("settings refuse it")
 
-    def saved(self, step: int, keep: int) -> None:
+    def snapshot(self) -> None:
         """Seed and step say everything."""
 
     def _plan(self, step: int) -> Planned:
@@ -278,12 +279,23 @@ class RecordedFeed:
 
 
 def logprobs_of_the_start(
-    learner: Learner, source: RecordedSource, out: Path, start: int
+    learner: Learner,
+    source: RecordedSource,
+    out: Path,
+    start: int,
+    check: Callable[[str, str, Params], None] = lambda name, source, params: None,
 ) -> dict[str, np.ndarray]:
     """Log-probabilities that the loss reads and no step changes, float32[sum] by name.
 
     `old_logp` is the rollouts' own, or, where they bring none, that of the starting weights. `ref_logp` is
     that of the reference, or, without one, that of the starting weights. See `frozen_logprobs`.
+
+    Args:
+      learner: of the run.
+      source: the rollouts.
+      out: the run's folder.
+      start: the step that the run goes on from.
+      check: is given the name, the source and the values of weights that are read, and may refuse them.
     """
     train = learner.train
     missing = {"old_logp"} & train.reads if source.rollouts.logprobs is None else set()
@@ -292,10 +304,13 @@ def logprobs_of_the_start(
 
     def starting() -> Score:
         params = learner.optimizer.gather(learner.starting_params(), learner.model.config.dtype)
+        check("starting", source_of(train.model), params)
         return functools.partial(learner.score, params)
 
     def reference() -> Score:
-        return functools.partial(learner.score, learner.reference_params())
+        params = learner.reference_params()
+        check("reference", source_of(train.reference), params)
+        return functools.partial(learner.score, params)
 
     frozen = functools.partial(frozen_logprobs, source, steps=train.steps, start=start)
     return frozen(sorted(by_start), starting, out / "starting_logp.npy") | frozen(

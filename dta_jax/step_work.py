@@ -43,6 +43,24 @@ class Planned:
     metrics: Mapping[str, Any]
 
 
+@dataclass(frozen=True, eq=False)
+class Nothing:
+    """A batch without any token with loss.
+
+    Attributes:
+      reason: why, for the user.
+      metrics: what its source says of it.
+    """
+
+    reason: str
+    metrics: Mapping[str, Any]
+
+    def row(self, step: int) -> dict[str, Any]:
+        """The numbers of a step that leaves it out."""
+        none = dict.fromkeys(("updates", "flat_tokens", "tree_tokens", "executed_tokens", "loss_tokens"), 0)
+        return {"step": step, "seconds": 0.0, "dedupe_ratio": 1.0} | none | dict(self.metrics)
+
+
 @dataclass(eq=False)
 class StepWork:
     """A step under way: what its updates share, and what they find.

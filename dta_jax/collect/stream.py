@@ -84,6 +84,7 @@ class GroupStream:
         self._changed = asyncio.Event()
         self._fatal: BaseException | None = None
         self._tally = Tally()
+        self._full_since: float | None = None
         self._rejected_in_row = 0
         self._last_failure = "none"
         self._began = False
@@ -93,6 +94,7 @@ class GroupStream:
         """The groups that a step trains on, and what happened since the step before."""
         self._begin(step)
         groups = await self._when_whole(step, self._admission.take)
+        self._note_queue()
         tally, self._tally = self._tally, Tally()
         return groups, tally
 
@@ -200,6 +202,18 @@ class GroupStream:
             task = asyncio.get_running_loop().create_task(self._run_group(place))
             self._tasks[place] = task
             task.add_done_callback(functools.partial(self._ended, place))
+        self._note_queue()
+
+    def _note_queue(self) -> None:
+        """Counts the time in which nothing runs since staleness allows no further group.
+
+        Synchronous runs stand still whenever the trainer works: that says nothing.
+        """
+        now, since = time.monotonic(), self._full_since
+        if since is not None:
+            self._tally.queue_full_seconds += now - since
+        full = self._settings.max_staleness > 0 and not self._tasks and self._admission.capacity <= 0
+        self._full_since = now if full else None
 
     async def _run_group(self, place: Place) -> None:
         task, order = self._order.task(place), self._order
@@ -285,9 +299,9 @@ class GroupStream:
             return 0
         return self._admission.version - self._settings.max_staleness
 
-    def _note_retry(self, failure: EpisodeFailure) -> None:
-        self._tally.retried[failure.reason] += 1
-        self._last_failure = str(failure)
     def _note_environment(self, seconds: float) -> None:
         self._tally.environment_seconds += seconds
 
+    def _note_retry(self, failure: EpisodeFailure) -> None:
+        self._tally.retried[failure.reason] += 1
+        self._last_failure = str(failure)
