@@ -30,6 +30,7 @@ def preflight(run: Run, out: Path, start: int) -> Rows:
         ("devices", _devices(run)),
         ("model", _model(run)),
         ("data", _data(run)),
+        ("sharing", _sharing(run)),
         ("loss", _loss(run)),
         ("plan", _plan(run)),
         ("memory", _memory(run)),
@@ -70,20 +71,23 @@ def _data(run: Run) -> str:
     source, train = run.source, run.train
     if isinstance(source, RecordedSource):
         where = train.rollouts.path if isinstance(train.rollouts, RecordedRollouts) else "generated"
-        text = (
+        return (
             f"{where}: {source.rollouts.num_rollouts:,} rollouts, {len(source.groups):,} groups, "
             f"{train.batch_groups} a batch, sequences up to {source.longest:,} tokens"
         )
-        if run.sharing is not None:
-            flat, tree = run.sharing
-            text += f"; the first batch's {flat:,} tokens are {tree:,} (x{flat / tree:.1f})"
-        return text
     collect = source.collect
     return (
         f"{type(source.environment).__name__}, answered by {type(source.generator).__name__}: "
         f"{train.batch_groups} groups of {collect.group_size} episodes a batch, "
         f"contexts up to {run.learner.longest:,} tokens, at most {collect.max_staleness} updates old"
     )
+
+
+def _sharing(run: Run) -> str:
+    if run.sharing is None:
+        return "told step by step"
+    flat, tree = run.sharing
+    return f"the first batch's {flat:,} tokens are computed as {tree:,} (x{flat / tree:.1f})"
 
 
 def _loss(run: Run) -> str:

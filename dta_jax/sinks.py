@@ -202,7 +202,8 @@ class WeightsAndBiases:
             yield
         except Exception as error:  # of a service that no run depends on
             self._run = None
-            warnings.warn(f"Weights & Biases: {error}; the run goes on without it", stacklevel=4)
+            reason = " ".join(str(error).split())
+            warnings.warn(f"Weights & Biases: {reason}; the run goes on without it", stacklevel=4)
 
 
 def _run_id(file: Path) -> str:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 LINES: Final = 20  # of progress where nothing can be redrawn
-_PLAIN_WIDTH: Final = 160
+_PLAIN_WIDTH: Final = 10_000  # lines of files are not folded
 _REDRAWN_PER_SECOND: Final = 4
 
 

@@ -79,14 +79,14 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         if values:
             lines.append((name, f"{values[0]:z.4f} to {values[-1]:z.4f}"))
     flat, tree = (sum(row[f"{kind}_tokens"] for row in rows) for kind in ("flat", "tree"))
-    lines.append(("tokens", f"{flat:,} in {tree:,} (x{flat / tree:.1f})"))
+    lines.append(("tokens", f"{flat:,} in {tree:,} (x{flat / max(1, tree):.1f})"))
     usual = statistics.median(row["seconds"] for row in rows)
     total = sum(row["seconds"] for row in rows)
     compiling = sum(row["compile_seconds"] for row in rows)
     lines.append(
         ("time", f"{total:,.1f} s, {compiling:,.1f} of them compiling; {usual:.3g} s a step (median)")
     )
-    lines.append(("last step", f"{last['flat_tokens'] / last['seconds']:,.0f} flat tokens/s"))
+    lines.append(("last step", f"{last['flat_tokens'] / max(last['seconds'], 1e-9):,.0f} flat tokens/s"))
     return lines
 
 
