@@ -44,6 +44,19 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
+# What running a template can raise: it is the folder's program, and can divide by 0 as well as any other.
+_FAILURES: Final = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+    MemoryError,
+)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
@@ -90,7 +103,7 @@ class ChatTemplate:
             return self._compiled.render(
                 **self.variables, **plain, documents=None, add_generation_prompt=add_generation_prompt
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except _FAILURES as error:
             expected = "messages that the template renders"
             raise InputError(self.source, "messages", expected=expected, actual=error) from None
 
