@@ -162,4 +162,4 @@ def _unsupported(problem: Problem) -> tuple[str, str] | None:
 
 def _refused(expected: str, actual: str) -> InputError:
     hint = "auto takes xla where pallas can't run"
-    return InputError("attention", "backend", expected=expected, actual=actual, hint=hint)
+    return InputError("Planner", "attention", expected=expected, actual=actual, hint=hint)

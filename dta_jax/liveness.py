@@ -7,7 +7,8 @@ compiler keeps is less than all of them, and which is what the rules here say:
                 are used (by each other, by reductions); what they read lives as long as their last use
     stored      everything else: results of products, reductions, gathers, sorts; and costly functions (exp,
                 log, division, ...) that several stored values are computed from
-    in place    updates (`dynamic_update_slice`, scatters) and loop carries whose old value has no later use
+    in place    updates (`dynamic_update_slice`, scatters, aliased results of kernels) and loop carries whose
+                old value has no later use
     loops       a loop costs what its body costs, once; slices of scanned arrays are stored when needed
 
 Compilers for accelerators also write a fused result over what it reads for the last time, and add products to
@@ -188,6 +189,9 @@ class _Lifetimes:
                 self._carry(live, zip(op.outputs, loop.carried, strict=False), t)
                 running = _Lifetimes(loop.body, loop.sliced, self.cpu, outermost=False).peak()
                 copies = [2 * value.bytes for value in loops[t] if value not in shared]
+            elif op.name == "pallas_call":
+                replaced = op.params["input_output_aliases"]
+                self._carry(live, [(op.outputs[o], op.inputs[i]) for i, o in replaced], t)
             elif op.name in UPDATES:
                 self._carry(live, [(op.outputs[0], op.inputs[0])], t)
                 if self.cpu and op.name != "dynamic_update_slice" and t not in early:

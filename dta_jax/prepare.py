@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from dta_jax.attention_backends import require_backend
 from dta_jax.errors import InputError
 from dta_jax.learner import Learner, model_config
 from dta_jax.live import check_fits
@@ -39,13 +40,16 @@ def prepare(train: Train) -> Run:
     """Reads and checks everything but the weights.
 
     Raises:
-      InputError: data or model folder that cannot be used, a planner that cannot plan the first batch.
+      InputError: data or model folder that cannot be used, a planner that cannot plan the first batch,
+        attention kernels asked for by name where they can't run.
     """
+    require_backend(train.planner.attention)
     config = model_config(train)
+    model = Qwen3(config, attention_backend=train.planner.attention)
     if isinstance(train.rollouts, LiveRollouts):
         longest = check_fits(train.rollouts, config, train.max_length)
         entries = train.batch_groups * train.rollouts.collect.group_size * SAMPLED_TOKENS
-        return Run(Learner.build(train, Qwen3(config), longest=longest, entries=entries), train.rollouts)
+        return Run(Learner.build(train, model, longest=longest, entries=entries), train.rollouts)
     source = load_source(train, config.vocab_size)
     if source.longest > config.max_position_embeddings:
         raise InputError(
@@ -57,7 +61,7 @@ def prepare(train: Train) -> Run:
         )
     first = source.batch(1)
     learner = Learner.build(
-        train, Qwen3(config), longest=source.longest, entries=source.entries, example=first.samples
+        train, model, longest=source.longest, entries=source.entries, example=first.samples
     )
     tree = sum(schedule.trie.num_rows for schedule in learner.plan(first).schedules)
     return Run(learner, source, (sum(map(len, first.samples.sequences)), tree))

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from dta_jax.attention_backends import CHOICES
 from dta_jax.chat import Thinking
 from dta_jax.collect.evaluation import Evaluate
 from dta_jax.collect.settings import Collect
@@ -140,6 +141,8 @@ class Planner:
       cost_file: keeps what operations cost on this machine: read if it is of this machine, model and chunk
         size, measured and written otherwise. None for the documented cost model.
       warm_up: compile all widths of operations in the first step, so that no later step compiles.
+      attention: who computes it: "xla", "pallas" (kernels for NVIDIA GPUs), or "auto" for the kernels where
+        they can run.
     """
 
     chunk_size: int | Literal["auto"] = 1024
@@ -147,6 +150,7 @@ class Planner:
     memory_budget: float | None = None
     cost_file: str | None = None
     warm_up: bool = False
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
         C = self.chunk_size
@@ -160,6 +164,7 @@ class Planner:
         _check(self, "memory_budget", budget is None or budget > 0, "None or GiB, above 0")
         _check(self, "memory_budget", budget is None or automatic, "None without 'auto'")
         _check(self, "cost_file", self.cost_file != "", "None or a path")
+        _check(self, "attention", self.attention in CHOICES, f"one of {', '.join(CHOICES)}")
 
 
 @dataclass(frozen=True)
