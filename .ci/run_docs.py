@@ -2,7 +2,8 @@
 
 Commands run in a scratch folder that holds links to the repository's configs and a small recorded file,
 ROLLOUTS.npz, which the texts use as the name of the reader's own. Commands that install are taken as
-done (they made the environment this runs in). What cannot run everywhere is fenced as ```text, and
+done (they made the environment this runs in). A block with a title (```python title="my_game.py") is a file
+that the page's commands need: it is written there first. What cannot run everywhere is fenced as ```text, and
 fragments of Python that need names from elsewhere as ```py.
 """
 
@@ -29,6 +30,11 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
+def files(text: str) -> dict[str, str]:
+    """Blocks that are files, by name."""
+    return dict(re.findall(r'^```\w+ title="([\w.]+)"\n(.*?)^```', text, re.DOTALL | re.MULTILINE))
+
+
 def commands(text: str) -> list[list[str]]:
     """Arguments of what is to run: the bash blocks' commands, one per line, and the Python blocks."""
     lines = "\n".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
@@ -47,7 +53,10 @@ def main() -> int:
         spec = SyntheticRollouts(tasks=4, trials=4, system_tokens=64, completion_tokens=12)
         save_rollouts(Path(scratch, "ROLLOUTS.npz"), generate_rollouts(spec))
         for file in sys.argv[1:]:
-            for command in commands(Path(file).read_text()):
+            text = Path(file).read_text()
+            for name, content in files(text).items():
+                Path(scratch, name).write_text(content)
+            for command in commands(text):
                 if command in seen:
                     continue
                 seen.append(command)
