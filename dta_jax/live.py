@@ -4,10 +4,15 @@ batch(step)   episodes of the weights of step - 1, or older ones within `Collect
 publish       the weights of a step, to the engine
 snapshot      what a checkpoint needs beside the weights
 keep          its accepted rollouts, in OUT/accepted/STEP.npz
+
+Where episodes may run ahead, the next batch is planned in a thread as soon as they are over, while the device
+works on the one before. Of several processes the first collects, and all plan and train on what it got.
 """
 
 from __future__ import annotations
 
+import functools
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +21,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import tree
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dta_jax.advantages import informative
 from dta_jax.chat import Chat
@@ -26,6 +33,7 @@ from dta_jax.collect.loop import Collector
 from dta_jax.collect.stream import Snapshot
 from dta_jax.episode_rows import episode_returns, episodes_of
 from dta_jax.errors import InputError, writing
+from dta_jax.first_process import on_first
 from dta_jax.generation.local import LocalSampler
 from dta_jax.generation.openai import OpenAIGenerator, OpenAIServer
 from dta_jax.generation.protocol import Generator
@@ -37,6 +45,7 @@ from dta_jax.model import Params
 from dta_jax.objective import PreferencePairs, make_batch
 from dta_jax.phases import note, phase
 from dta_jax.placement import sampling_devices
+from dta_jax.plan_ahead import PlanAhead
 from dta_jax.qwen3 import Qwen3, Qwen3Config
 from dta_jax.rollouts import Rollouts, load_rollouts, save_rollouts
 from dta_jax.settings import LiveRollouts
@@ -72,7 +81,18 @@ class LiveFeed:
                 (out / name).mkdir(exist_ok=True)
             except OSError as error:
                 raise InputError(out / name, "folder", expected="a folder", actual=error.strerror) from None
-        self._collector = Collector(
+        self._collector: Collector | None = None
+        self._plans: PlanAhead[Planned | Nothing] | None = None
+        on_first(lambda: self._open(settings, params, start, saved))
+        # Several processes are told of a batch together, and not from another thread.
+        if settings.collect.max_staleness > 0 and jax.process_count() == 1:
+            self._plans = PlanAhead(self._plan_ahead, last=learner.train.steps)
+
+    def _open(
+        self, settings: LiveRollouts, params: Params, start: int, saved: Mapping[str, Any] | None
+    ) -> None:
+        learner, out = self._learner, self._out
+        collector = Collector(
             settings.environment,
             make_generator(settings, learner.model, params, version=start, seed=learner.train.seed),
             # An engine refuses a context that leaves no room; the collector ends the episode before.
@@ -83,37 +103,57 @@ class LiveFeed:
         )
         try:
             if isinstance(settings.generator, SGLang | VLLM):
-                self._collector.publish(params, start)
+                collector.publish(params, start)
             if saved is not None:
                 accepted = _load_accepted(_accepted(out, start)) if saved["accepted"] else None
-                self._collector.restore(saved, accepted)
+                collector.restore(saved, accepted)
         except BaseException:
-            self._collector.close()
+            collector.close()
             raise
+        self._collector = collector
 
     def __enter__(self) -> LiveFeed:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._collector.close()
+        if self._plans is not None:
+            self._plans.close()
+        if self._collector is not None:
+            self._collector.close()
+
+    @property
+    def _first(self) -> Collector:
+        """The collector, where there is one: inside `on_first`."""
+        assert self._collector is not None
+        return self._collector
 
     def get(self, step: int) -> Planned | Nothing:
         """The batch of a step, planned; blocks until its episodes are over."""
+        began = time.perf_counter()
+        planned: Planned | Nothing | None = None
         with phase("rollouts"):
-            found = self._collector.batch(step)
+            if self._plans is not None:
+                planned = self._plans.get(step)
+            found = on_first(lambda: self._first.batch(step))
             note("environment", found.metrics["environment_seconds"])
-        # A batch that reaches into the next epoch may have a task twice, in two groups.
-        rollouts = replace(found.rollouts, task_id=found.group)
-        if self._save_every is not None and step % self._save_every == 0:
+        metrics = found.metrics | {"wait_seconds": time.perf_counter() - began}
+        rollouts = _by_group(found.rollouts, found.group)
+        if self._save_every is not None and step % self._save_every == 0 and self._collector is not None:
             file = self._out / "rollouts" / f"{step}.npz"
             with writing(file):
                 save_rollouts(file, rollouts)
+        with phase("plan"):
+            return replace(planned or self._plan(rollouts), metrics=metrics)
+
+    def _plan_ahead(self, step: int) -> Planned | Nothing:
+        """In the thread of `PlanAhead`."""
+        return self._plan(_by_group(*self._first.ahead(step)))
+
+    def _plan(self, rollouts: Rollouts) -> Planned | Nothing:
         useless = self._why_useless(rollouts)
         if useless is not None:
-            return Nothing(useless, found.metrics)
-        with phase("plan"):
-            batch = make_batch(rollouts, self._learner.train.objective)
-            return self._learner.plan(batch, found.metrics)
+            return Nothing(useless, {})
+        return self._learner.plan(make_batch(rollouts, self._learner.train.objective))
 
     def _why_useless(self, rollouts: Rollouts) -> str | None:
         """Why a batch has no token with loss; None if it has."""
@@ -134,17 +174,18 @@ class LiveFeed:
 
     def publish(self, state: TrainState, step: int) -> None:
         """Hands the weights of a step to the engine."""
-        self._collector.publish(sampling_params(self._learner, state), step)
+        params = sampling_params(self._learner, state)
+        on_first(lambda: self._first.publish(params, step))
 
     def evaluate(self, how: Evaluate, step: int) -> dict[str, float]:
         """Numbers of episodes that are not trained on, under names that begin with `eval_`."""
-        found = self._collector.evaluate(how, seed=self._learner.train.seed)
+        found = on_first(lambda: self._first.evaluate(how, seed=self._learner.train.seed))
         numbers = {name: x for name, x in found.items() if isinstance(x, int | float)}
         return {f"eval_{name}": float(x) for name, x in numbers.items()}
 
     def snapshot(self) -> Snapshot:
         """What a resumed run needs beside the weights; take it between `publish` and the next `get`."""
-        return self._collector.state()
+        return on_first(lambda: self._first.state())
 
     def keep(self, step: int, snapshot: Snapshot, steps: Sequence[int], newest: int) -> None:
         """Keeps accepted rollouts for a checkpoint that is about to be saved.
@@ -155,6 +196,8 @@ class LiveFeed:
           steps: of the checkpoints that are there; their rollouts stay.
           newest: so many of the newest stay in any case, as the disk may lag behind.
         """
+        if self._collector is None:
+            return
         file = _accepted(self._out, step)
         if snapshot.accepted is not None:
             with writing(file):
@@ -166,11 +209,23 @@ class LiveFeed:
 
 
 def sampling_params(learner: Learner, state: TrainState) -> Params:
-    """The policy's weights for an engine: a copy, where the next update would donate them."""
+    """The policy's weights for an engine: a copy, where the next update would donate them.
+
+    With several processes each gets all of them, on a device of its own; they have to call it together.
+    """
     params = learner.decoder_params(state)
+    if jax.process_count() > 1:
+        mesh = tree.leaves(params)[0].sharding.mesh
+        whole = _copies(params, NamedSharding(mesh, PartitionSpec()))
+        return tree.map(lambda leaf: leaf.addressable_data(0), whole)
     masters = {id(leaf) for leaf in tree.leaves(state.policy.params)}
     shared = any(id(leaf) in masters for leaf in tree.leaves(params))
     return tree.map(jnp.copy, params) if shared else params
+
+
+@functools.partial(jax.jit, static_argnames="place")
+def _copies(params: Params, place: NamedSharding) -> Params:
+    return tree.map(lambda leaf: jax.lax.with_sharding_constraint(jnp.copy(leaf), place), params)
 
 
 def make_generator(
@@ -221,11 +276,8 @@ def check_fits(settings: LiveRollouts, model: Qwen3Config, max_length: int) -> i
     """The longest context that a run can make, tokens; `max_length` is `Train.max_length`.
 
     Raises:
-      InputError: the environment has ids beyond the vocabulary; or several processes train together.
+      InputError: the environment has ids beyond the vocabulary.
     """
-    if jax.process_count() > 1:
-        expected = "one process: episodes of several would differ"
-        raise InputError("Train", "rollouts", expected=expected, actual=f"{jax.process_count()} processes")
     limits = [settings.collect.max_context, model.max_position_embeddings, max_length]
     if isinstance(settings.generator, LocalSampler):
         limits.append(settings.generator.max_context)
@@ -236,6 +288,11 @@ def check_fits(settings: LiveRollouts, model: Qwen3Config, max_length: int) -> i
         expected = f"at least {needed}, for {type(settings.environment).__name__}"
         raise InputError("model config", "vocab_size", expected=expected, actual=model.vocab_size)
     return min(limit for limit in limits if limit is not None)
+
+
+def _by_group(rollouts: Rollouts, group: np.ndarray) -> Rollouts:
+    """With groups for tasks: a batch of two epochs may have a task twice, in two groups."""
+    return replace(rollouts, task_id=group)
 
 
 def _load_accepted(file: Path) -> Rollouts | None:

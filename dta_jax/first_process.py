@@ -1,0 +1,58 @@
+"""What only the first of several processes can do, such as collecting rollouts: the others get its result.
+
+    batch = on_first(lambda: collector.batch(step))      # called in process 0 only; returned in all
+
+All processes have to call it, in the same order as their other collective work. With one process it is a
+plain call.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from dta_jax.errors import InputError, RunError
+
+T = TypeVar("T")
+_SMALLEST: Final = 4096  # bytes; sent in few sizes, since each one is compiled
+
+
+def on_first(call: Callable[[], T]) -> T:
+    """The result of a call that process 0 makes, in every process. Results are pickled.
+
+    Raises:
+      InputError, RunError: what the call raised; in the other processes a RunError with its text. Whatever
+        else it raises ends process 0, and the others with it.
+    """
+    if jax.process_count() == 1:
+        return call()
+    if jax.process_index() > 0:
+        value, failure = pickle.loads(_sent(b""))
+        if failure is not None:
+            raise RunError(f"process 0: {failure}")
+        return value
+    try:
+        value = call()
+    except (InputError, RunError) as error:
+        _sent(pickle.dumps((None, str(error))))
+        raise
+    _sent(pickle.dumps((value, None)))
+    return value
+
+
+def _sent(data: bytes) -> bytes:
+    """The bytes of process 0; the others' are ignored."""
+    size = int(_broadcast(np.array(len(data), np.int64 if jax.config.jax_enable_x64 else np.int32)))
+    room = np.zeros(max(_SMALLEST, 1 << (size - 1).bit_length()), np.uint8)
+    if jax.process_index() == 0:
+        room[:size] = np.frombuffer(data, np.uint8)
+    return _broadcast(room)[:size].tobytes()
+
+
+def _broadcast(array: Any) -> np.ndarray:
+    return np.asarray(multihost_utils.broadcast_one_to_all(array))
