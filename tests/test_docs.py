@@ -131,6 +131,11 @@ def test_pictures_of_the_concepts_are_the_codes():
         assert drawn == picture.svg(), f"{name} is old: python docs/pictures/concepts.py"
 
 
+def test_every_benchmark_is_told():
+    told = re.findall(r"(?m)^\| `(\w+\.py)[ `]", (ROOT / "docs" / "benchmarks.md").read_text())
+    assert {path.name for path in (ROOT / "benchmarks").glob("*.py")} <= set(told)
+
+
 def test_notebooks_are_committed_without_outputs():
     assert len(NOTEBOOKS) >= 5
     for path in NOTEBOOKS:
