@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dta_jax.checkpoint import CheckpointStore
+from dta_jax.checkpoint import CheckpointStore, DueCheckpoints
 from dta_jax.errors import InputError
+from dta_jax.settings import Checkpoints
 
 
 class Moments(NamedTuple):
@@ -66,6 +67,98 @@ def test_the_newest_few_are_kept(tmp_path):
     save(tmp_path, 2, 4, 6, 8)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["6", "8"]
     assert newest(tmp_path)[0] == 8
+
+
+def rated(directory: Path, scores: dict[int, float | None], **options: object) -> list[int]:
+    """Saves a checkpoint per step with its `score`, None for none; the steps that are left."""
+    best = {"keep": 1, "keep_best": 2, "best_metric": "score"} | options
+    with CheckpointStore(directory, **best) as store:
+        for step, score in scores.items():
+            store.save(
+                step, make_state(step), {"metrics": {} if score is None else {"score": score, "loss": -step}}
+            )
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
+
+
+@pytest.mark.parametrize(("mode", "left"), [("max", [2, 3, 6]), ("min", [1, 5, 6])])
+def test_the_best_few_are_kept_beside_the_newest(tmp_path, mode, left):
+    scores = {1: 0.1, 2: 0.9, 3: 0.9, 4: 0.5, 5: 0.1, 6: 0.3}
+    assert rated(tmp_path, scores, best_mode=mode) == left
+    assert newest(tmp_path)[0] == 6
+
+
+def test_of_equally_good_checkpoints_the_newest_are_kept(tmp_path):
+    assert rated(tmp_path, {1: 0.5, 2: 0.5, 3: 0.5, 4: 0.1}) == [2, 3, 4]
+
+
+def test_checkpoints_without_the_metric_are_never_the_best(tmp_path):
+    assert rated(tmp_path, {1: 0.1, 2: None, 3: None, 4: None}) == [1, 4]
+
+
+def test_a_resumed_run_still_knows_which_were_best(tmp_path):
+    assert rated(tmp_path, {1: 0.9, 2: 0.1, 3: 0.8}) == [1, 3]
+    assert rated(tmp_path, {4: 0.2, 5: 0.85}) == [1, 5]
+    with CheckpointStore(tmp_path, keep=1, keep_best=1, best_metric="loss", best_mode="min") as store:
+        assert (store.best(), store.steps()) == (5, [1, 5])  # by another number: all of them are saved
+
+
+def test_a_best_checkpoint_that_cannot_be_read_is_kept_and_named(tmp_path):
+    rated(tmp_path, {1: 0.9, 2: 0.1, 3: 0.8})
+    (tmp_path / "1" / "run" / "metadata").write_text('{"metrics": {"sco')
+    with (
+        CheckpointStore(tmp_path, keep=1, keep_best=1, best_metric="score") as store,
+        pytest.warns(
+            UserWarning, match=f"^{tmp_path / '1'}: run: cannot be read; it is kept, and not rated$"
+        ),
+    ):
+        assert store.newest(make_state(), anything)[0] == 3
+    assert rated(tmp_path, {4: 0.7, 5: 0.6}, keep_best=1) == [1, 3, 5]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_damaged_best_checkpoint_does_not_stop_a_run(tmp_path):
+    rated(tmp_path, {1: 0.9, 2: 0.1, 3: 0.8})
+    flip_a_bit(largest_file(tmp_path / "1" / "state"))
+    assert rated(tmp_path, {4: 0.2}) == [1, 3, 4]
+    assert newest(tmp_path)[0] == 4
+    gc.collect()
+
+
+def test_a_metric_that_nobody_reports_is_said_once(tmp_path):
+    with pytest.warns(UserWarning, match="step 1 has no scor; did you mean score") as said:
+        assert rated(tmp_path, {1: 0.9, 2: 0.1}, best_metric="scor") == [2]
+    assert len(said) == 1
+
+
+def test_checkpoints_are_due_by_step_by_clock_and_when_they_are_rated():
+    now = 0.0
+    due = DueCheckpoints(Checkpoints(every=4, every_minutes=0.5), lambda: now)
+    found = []
+    for step in range(1, 9):
+        now += 12.0
+        if due.at(step, {"eval_reward_mean": 1.0}):
+            found.append(step)
+            due.note_saved()
+    assert found == [3, 4, 7, 8]
+    rating = Checkpoints(every=4, keep_best=1, best_metric="eval_reward_mean")
+    due = DueCheckpoints(rating, lambda: now)
+    assert [due.at(step, {"eval_reward_mean": 1.0} if step == 2 else {}) for step in (1, 2, 3, 4)] == [
+        False, True, False, True,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"every_minutes": 0.0}, "every_minutes: expected None or minutes, above 0; got 0.0"),
+        ({"keep_best": 1}, "best_metric: expected a name in metrics.jsonl, to rank by; got None"),
+        ({"best_metric": "loss"}, "best_metric: expected None without keep_best; got 'loss'"),
+        ({"keep_best": 1, "best_metric": "loss", "best_mode": "up"}, "best_mode: expected max or min"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        Checkpoints(**change)
 
 
 def test_arrays_may_be_donated_while_they_are_saved(tmp_path):

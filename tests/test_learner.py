@@ -1,6 +1,7 @@
 """One step: scores before it, minibatches and epochs in it, a critic beside it, a reference behind it."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import jax
@@ -22,6 +23,7 @@ from dta_jax.qwen3 import Qwen3
 from dta_jax.sequence_losses import DPO, SequenceRatio
 from dta_jax.settings import AdamW, Checkpoints, Critic, HuggingFaceModel, SequenceCorrection, Train
 from dta_jax.tree_engine import TreeEngine
+from tests.test_live import SYNCHRONOUS
 from tests.test_train import MODEL, PPO, numbers
 
 DECOUPLED = OffPolicy(PPOClip(anchor="prox_logp"), BehaviourWeight(high=5.0))
@@ -169,6 +171,7 @@ def test_only_the_critic_learns_while_it_warms_up(tmp_path):
         ]
         assert all(same) == still
         assert (row["updates"], row["critic_grad_norm"] > 0) == (1, True)
+        assert ("loss" in row, "grad_norm" in row, "kl_behaviour" in row) == (not still, not still, True)
     assert not np.array_equal(before.critic.params["value"], state.critic.params["value"])
 
 
@@ -210,6 +213,35 @@ def test_a_reference_of_its_own_is_read_once_and_kept(tmp_path):
     assert np.nanmax(np.abs(kept - start)) > 1e-3
     with pytest.raises(InputError, match="Train: reference: expected None"):
         change(train, loss=PPOClip())
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_reference_that_has_changed_is_refused_on_resume(tmp_path, live):
+    folder = tmp_path / "other"
+    vocab = dataclasses.replace(MODEL, vocab_size=32) if live else MODEL
+    save_folder(folder, vocab, Qwen3(vocab).init(jax.random.key(9)))
+    base = SYNCHRONOUS if live else change(PPO, batch_groups=1)
+    reference = HuggingFaceModel(str(folder), dtype="float32")
+    train = change(base, loss=Sum((PPOClip(), KLPenalty(0.1))), reference=reference, steps=1)
+    run(train, tmp_path / "out")
+    shutil.rmtree(folder)
+    save_folder(folder, vocab, Qwen3(vocab).init(jax.random.key(10)))
+    more = change(train, steps=2)  # on a batch that the reference has not seen
+    message = (
+        r"other: weights: expected the reference weights that .*/1 began with; got others; .*--allow-changes"
+    )
+    with pytest.raises(InputError, match=message):
+        run(more, tmp_path / "out")
+    assert len(run_training(prepare(more), tmp_path / "out", "", allow_changes=True)) == 1
+
+
+def test_what_rounds_otherwise_is_told_on_resume(tmp_path):
+    run(change(PPO, steps=1), tmp_path)
+    file = tmp_path / "checkpoints" / "1" / "run" / "metadata"
+    file.write_text(file.read_text().replace('"chunk_size": 64', '"chunk_size": 32'))
+    message = "checkpoints/1: chunk_size: 32 when the run began, now 64: from here on .* up to rounding only"
+    with pytest.warns(UserWarning, match=message):
+        run(change(PPO, steps=2), tmp_path)
 
 
 def test_kl_in_the_reward_needs_no_kl_in_the_loss(tmp_path):
