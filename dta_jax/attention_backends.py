@@ -63,7 +63,7 @@ def bind(backend: str, problem: Problem, q_start: jax.Array, q_end: jax.Array) -
       InputError: no such backend, or kernels were asked for by name and do not support the shape.
     """
     if backend == "auto":
-        backend = "pallas" if _can_run(problem) else "xla"
+        backend = "pallas" if kernels_can_run(problem) else "xla"
     if backend not in BACKENDS:
         raise _refused(f"one of {', '.join(CHOICES)}", repr(backend))
     return BACKENDS[backend](problem, q_start, q_end)
@@ -79,6 +79,11 @@ def require_backend(backend: str) -> None:
         raise _refused(f"one of {', '.join(CHOICES)}", repr(backend))
     if backend == "pallas" and (problem := _missing_device()):
         raise _refused("auto or xla", f"pallas, {problem}")
+
+
+def kernels_can_run(problem: Problem) -> bool:
+    """Whether this machine and the kernels are made for it."""
+    return _missing_device() is None and _unsupported(problem) is None
 
 
 def compute_capability() -> float | None:
@@ -129,10 +134,6 @@ def _kernels(
 BACKENDS: Final[Mapping[str, Callable[[Problem, jax.Array, jax.Array], Attention]]] = MappingProxyType(
     {"xla": _xla, "pallas": _pallas, "interpret": _interpret}
 )
-
-
-def _can_run(problem: Problem) -> bool:
-    return _missing_device() is None and _unsupported(problem) is None
 
 
 def _missing_device() -> str | None:
