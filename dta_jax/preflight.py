@@ -8,10 +8,12 @@ from pathlib import Path
 
 import jax
 
+from dta_jax.attention_backends import Problem, kernels_can_run
 from dta_jax.memory_plan import HEADROOM
 from dta_jax.memory_predict import PREDICTED, predict_memory
 from dta_jax.prepare import Run
 from dta_jax.recorded import RecordedSource
+from dta_jax.segment import num_keys
 from dta_jax.settings import HuggingFaceModel, RecordedRollouts
 from dta_jax.sinks import TENSORBOARD, WANDB, has_tensorboard
 
@@ -33,6 +35,7 @@ def preflight(run: Run, out: Path, start: int) -> Rows:
         ("sharing", _sharing(run)),
         ("loss", _loss(run)),
         ("plan", _plan(run)),
+        ("attention", _attention(run)),
         ("memory", _memory(run)),
         ("steps", _steps(run, start)),
         ("checkpoints", _checkpoints(run)),
@@ -105,6 +108,15 @@ def _plan(run: Run) -> str:
     return f"{engine.strategy}, chunks of {engine.chunk_size:,} tokens"
 
 
+def _attention(run: Run) -> str:
+    model, engine = run.learner.model, run.learner.engine
+    if model.attention_backend != "auto":
+        return model.attention_backend
+    keys, config = num_keys(engine.stack_slots, engine.chunk_size), model.config
+    widest = Problem(engine.chunk_size, keys, config.head_dim, config.dtype, model.attention_scale)
+    return f"{'pallas' if kernels_can_run(widest) else 'xla'} (auto)"
+
+
 def _memory(run: Run) -> str:
     learner = run.learner
     if learner.engine.strategy not in PREDICTED:
@@ -120,7 +132,9 @@ def _steps(run: Run, start: int) -> str:
 
 def _checkpoints(run: Run) -> str:
     how = run.train.checkpoints
-    return f"every {how.every} steps and at the end; the newest {how.keep} stay"
+    minutes = f", {how.every_minutes:g} minutes" if how.every_minutes else ""
+    best = f" and the {how.keep_best} best by {how.best_metric}" if how.keep_best else ""
+    return f"every {how.every} steps{minutes} and at the end; the newest {how.keep}{best} stay"
 
 
 def _metrics(run: Run, out: Path) -> str:

@@ -10,7 +10,7 @@ from dta_jax.composite_losses import Sum
 from dta_jax.losses import KLPenalty, PPOClip
 from dta_jax.preflight import preflight
 from dta_jax.prepare import prepare
-from dta_jax.settings import Logging, Planner
+from dta_jax.settings import Checkpoints, Logging, Planner
 from dta_jax.train import main, summary
 from tests.test_live import SYNCHRONOUS
 from tests.test_train import PPO, config  # noqa: F401, a fixture
@@ -35,10 +35,17 @@ def test_a_recorded_run_says_what_it_is_about_to_do():
     assert found["sharing"].endswith(f" computed as {tree:,} (x{flat / tree:.1f})")
     assert found["loss"] == "PPOClip with GroupNormalized in 2 minibatches, 3 times"
     assert found["plan"] == "packed, chunks of 64 tokens"
+    assert found["attention"] == "xla (auto)"
     assert found["memory"].endswith(" MiB a device predicted for training, room included")
     assert found["steps"] == "5 to 6, going on from a checkpoint"
     assert found["checkpoints"] == "every 100 steps and at the end; the newest 2 stay"
     assert found["output"] == "runs/x"
+
+
+def test_which_checkpoints_stay_is_said():
+    how = Checkpoints(every=5, every_minutes=2.5, keep=1, keep_best=3, best_metric="reward_mean")
+    expected = "every 5 steps, 2.5 minutes and at the end; the newest 1 and the 3 best by reward_mean stay"
+    assert said(dataclasses.replace(PPO, checkpoints=how))["checkpoints"] == expected
 
 
 def test_a_live_run_says_who_plays_and_who_answers():
@@ -56,6 +63,13 @@ def test_a_live_run_says_who_plays_and_who_answers():
 def test_what_is_not_predicted_is_said():
     found = said(dataclasses.replace(PPO, planner=Planner(chunk_size=64, strategy="branch")))
     assert found["memory"] == "not predicted for branch"
+
+
+def test_the_attention_that_runs_is_named(monkeypatch):
+    monkeypatch.setattr("dta_jax.preflight.kernels_can_run", lambda problem: problem.head_dim == 8)
+    assert said(PPO)["attention"] == "pallas (auto)"
+    named = dataclasses.replace(PPO, planner=Planner(chunk_size=64, attention="xla"))
+    assert said(named)["attention"] == "xla"
 
 
 @pytest.mark.parametrize(
