@@ -196,6 +196,11 @@ def _summary(run: RunMetrics) -> dict[str, str]:
         "flat tokens/s": f"{flat / seconds:,.0f}" if seconds and flat else "",
         "tree tokens/s": f"{tree / seconds:,.0f}" if seconds and tree else "",
         "dedupe": mean("dedupe_ratio", everything),
+        "guards": ", ".join(
+            f"{name.removeprefix('guard_')} {np.nansum(counts):.0f}"
+            for name, counts in run.columns.items()
+            if name.startswith("guard_")
+        ),
     }
 
 

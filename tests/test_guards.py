@@ -20,6 +20,7 @@ from dta_jax.losses import KLPenalty, PolicyGradient, PPOClip
 from dta_jax.metrics import read_metrics
 from dta_jax.objective import GAE, GroupNormalized
 from dta_jax.prepare import prepare
+from dta_jax.report import read_run, summary
 from dta_jax.rollouts import save_rollouts
 from dta_jax.settings import AdamW, Checkpoints, Critic, RecordedRollouts, Train
 from dta_jax.synthetic import generate_rollouts
@@ -81,6 +82,7 @@ def test_a_step_that_is_not_finite_is_skipped_bit_for_bit(tmp_path, capsys):
     err = capsys.readouterr().err
     assert err.count(f"warning: step {odd[0]}: not finite: loss") == err.count("warning:") == 1
     assert f"guards: non_finite 2 x in steps {odd[0]} .. {odd[1]}" in err
+    assert summary([read_run(tmp_path / "out")])[0]["guards"] == "non_finite 2"
 
 
 def test_a_run_that_was_stopped_goes_on_with_other_guards(tmp_path, capsys):
