@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dta_jax.errors import InputError
+from dta_jax.guard_settings import Guards
 from dta_jax.loop import run_training
 from dta_jax.losses import PPOClip
 from dta_jax.metrics import read_metrics
@@ -42,7 +43,8 @@ TRAIN = Train(
     advantages=GroupNormalized(),
     optimizer=AdamW(learning_rate=3e-3),
     planner=Planner(chunk_size=2),
-    checkpoints=Checkpoints(every=1),
+    checkpoints=Checkpoints(every=50, every_minutes=1e-9),  # several processes have to agree on the time
+    guards=Guards(max_ratio=1.0001, ratio="warn"),
     batch_groups=2,
     steps=STEPS,
 )
@@ -63,7 +65,8 @@ def one_device(tmp_path_factory):
 def assert_same(got, want):
     assert len(got) == len(want)
     for row, expected in zip(got, want, strict=True):
-        assert row["tree_tokens"] == expected["tree_tokens"]
+        for name in ("tree_tokens", "guard_ratio"):
+            assert row.get(name) == expected.get(name)
         for name in set(SAME) & expected.keys():
             np.testing.assert_allclose(row[name], expected[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
@@ -77,10 +80,12 @@ def test_a_run_moves_from_mesh_to_mesh(one_device, tmp_path):
 
 
 def test_two_processes_train_as_one(one_device, tmp_path):
+    assert ["guard_ratio" in row for row in one_device] == [False, True, True]
     for process in start_two("train", str(tmp_path)):
         _, stderr = process.communicate(timeout=500)
         assert process.returncode == 0, stderr
     assert_same(read_metrics(tmp_path / "metrics.jsonl"), one_device)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
 
 
 def test_a_mesh_that_does_not_fit_is_refused_before_anything_runs(tmp_path):
