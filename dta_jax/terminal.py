@@ -16,10 +16,12 @@ from typing import Any, Final, TextIO
 from rich import progress as rich_progress
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 LINES: Final = 20  # of progress where nothing can be redrawn
 _PLAIN_WIDTH: Final = 10_000  # lines of files are not folded
 _REDRAWN_PER_SECOND: Final = 4
+_BAR: Final = 12  # characters
 
 
 class Terminal:
@@ -121,6 +123,15 @@ class PlainProgress(Progress):
         self._console.print(text, soft_wrap=True)
 
 
+class _Words(rich_progress.ProgressColumn):
+    """Phase and last step, cut where the line ends: only this column gives way."""
+
+    def render(self, task: rich_progress.Task) -> Text:
+        """As the other columns do."""
+        words = f"{task.description:9} {task.fields['last']}".rstrip()
+        return Text(words, no_wrap=True, overflow="ellipsis")
+
+
 class RedrawnProgress(Progress):
     """One line with a bar. A context manager; a thread redraws it.
 
@@ -132,12 +143,11 @@ class RedrawnProgress(Progress):
     def __init__(self, console: Console, *, start: int, steps: int):
         self._compiling = True
         self._bar = rich_progress.Progress(
-            rich_progress.MofNCompleteColumn(),
-            rich_progress.BarColumn(bar_width=16),
-            rich_progress.TimeElapsedColumn(),
-            rich_progress.TimeRemainingColumn(),
-            rich_progress.TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
-            rich_progress.TextColumn("{task.fields[last]}", markup=False, table_column=Column(no_wrap=True)),
+            rich_progress.MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            rich_progress.BarColumn(_BAR, table_column=Column(width=_BAR)),
+            rich_progress.TimeElapsedColumn(table_column=Column(no_wrap=True)),
+            rich_progress.TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            _Words(),
             console=console,
             refresh_per_second=_REDRAWN_PER_SECOND,
         )

@@ -75,6 +75,15 @@ def test_a_terminal_gets_one_line_that_says_that_the_first_step_compiles(monkeyp
     assert text.count("\n") == 1
 
 
+def test_a_narrow_terminal_cuts_the_words_and_keeps_the_count(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", progress_of(Screen())).rstrip().splitlines()[-1]
+    assert last.strip().startswith("3/3 ")
+    assert "reward 0.25" in last
+    assert last.endswith("…")
+    assert len(last) <= 60
+
+
 def test_no_color_is_respected(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     text = progress_of(Screen())
