@@ -2,8 +2,8 @@
 
     batch = on_first(lambda: collector.batch(step))      # called in process 0 only; returned in all
 
-All processes have to call it, in the same order as their other collective work. With one process it is a
-plain call.
+All processes have to call it, in the same order as their other collective work. Those that wait do so at a
+barrier, since collectives of devices give up after some time. With one process it is a plain call.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import Any, Final, TypeVar
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from orbax.checkpoint import multihost
 
 from dta_jax.errors import InputError, RunError
 
 T = TypeVar("T")
 _SMALLEST: Final = 4096  # bytes; sent in few sizes, since each one is compiled
+_LONGEST_WAIT_MS: Final = 7 * 24 * 3600 * 1000  # when process 0 is lost, the others end by themselves
 
 
 def on_first(call: Callable[[], T]) -> T:
@@ -47,6 +49,7 @@ def on_first(call: Callable[[], T]) -> T:
 
 def _sent(data: bytes) -> bytes:
     """The bytes of process 0; the others' are ignored."""
+    multihost.get_barrier_sync_fn()(key="first_process", timeout_ms=_LONGEST_WAIT_MS)
     size = int(_broadcast(np.array(len(data), np.int64 if jax.config.jax_enable_x64 else np.int32)))
     room = np.zeros(max(_SMALLEST, 1 << (size - 1).bit_length()), np.uint8)
     if jax.process_index() == 0:

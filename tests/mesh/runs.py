@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
+from dta_jax.generation.local import LocalSampler
 from dta_jax.losses import PPOClip
 from dta_jax.mesh_grad import MeshResult, mesh_value_and_grad
 from dta_jax.mesh_plan import MeshPlan, plan_ranks
 from dta_jax.model import Params
 from dta_jax.qwen3 import Qwen3
+from dta_jax.settings import LiveRollouts, Train
 from dta_jax.sharding import MeshShape, place_params
 from dta_jax.trie import build_trie, entry_rows
 from dta_jax.types import Samples
@@ -33,6 +36,14 @@ def biased_and_shaken(**shape: Any) -> tuple[Qwen3, Params]:
     rng = np.random.default_rng(1)
     shaken = [leaf + rng.normal(0, 0.1, leaf.shape).astype(leaf.dtype) for leaf in leaves]
     return model, jax.tree.unflatten(tree, shaken)
+
+
+def on_devices_apart(train: Train, devices: tuple[int, ...], mesh: MeshShape) -> Train:
+    """The same run, whose local sampler has devices of its own."""
+    assert isinstance(train.rollouts, LiveRollouts)
+    assert isinstance(train.rollouts.generator, LocalSampler)
+    generator = replace(train.rollouts.generator, devices=devices)
+    return replace(train, rollouts=replace(train.rollouts, generator=generator), mesh=mesh)
 
 
 def plan_for(samples: Samples, ranks: int, chunk_size: int = 2) -> MeshPlan:

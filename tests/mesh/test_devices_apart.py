@@ -1,7 +1,6 @@
 """Rollouts on devices of their own: the trainer sees the samplers' numbers, and both work at once."""
 
 import asyncio
-import dataclasses
 import time
 
 import jax
@@ -18,6 +17,7 @@ from dta_jax.loop import run_training
 from dta_jax.placement import training_devices
 from dta_jax.prepare import prepare
 from dta_jax.sharding import MeshShape
+from tests.mesh.runs import on_devices_apart
 from tests.test_live import AHEAD, SYNCHRONOUS
 from tests.trees import make_model
 
@@ -25,9 +25,7 @@ SIX = MeshShape(6, 1)
 
 
 def apart(train, devices=(6, 7), mesh=SIX):
-    generator = dataclasses.replace(train.rollouts.generator, devices=devices)
-    rollouts = dataclasses.replace(train.rollouts, generator=generator)
-    return dataclasses.replace(train, rollouts=rollouts, mesh=mesh)
+    return on_devices_apart(train, devices, mesh)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from tests.trees import random_samples, run_tree
 LIMIT_SECONDS = 60  # for the survivors to end
 
 
-def start_two(*arguments):
+def start_two(*arguments, worker="tests.mesh.worker"):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -34,7 +34,7 @@ def start_two(*arguments):
     }
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.mesh.worker", *arguments],
+            [sys.executable, "-m", worker, *arguments],
             env=common | {"DTA_PROCESS": str(process)},
             stderr=subprocess.PIPE,
             text=True,
