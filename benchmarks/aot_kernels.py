@@ -1,6 +1,6 @@
 """Compiles the attention kernels for GPUs that are not there, and looks at what the compiler made of them.
 
-    python benchmarks/aot_kernels.py [--devices h100,a100,a10] [--out FILE]
+    python benchmarks/aot_kernels.py [--devices h100,a100,a10] [--dtypes ...] [--head-dims ...] [--out FILE]
 
 Needs `jax[cuda12]` (or `cuda13`) of the jax in use, and `ptxas`, which comes with it; no GPU. Per device,
 dtype and head width it compiles one program: forward and backward attention of C = 2048 queries over 16K
@@ -261,6 +261,8 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", default=",".join(GPUS), help="with commas")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--head-dims", nargs="+", type=int, choices=HEAD_DIMS, default=HEAD_DIMS)
     parser.add_argument("--out", type=Path, help="a JSON file, all cases")
     args = parser.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)  # a program from the cache leaves no PTX
@@ -268,8 +270,8 @@ def main() -> None:
     for name in args.devices.split(","):
         if name not in GPUS:
             raise InputError("--devices", "name", expected=f"some of {', '.join(GPUS)}", actual=repr(name))
-        for dtype in DTYPES:
-            for head_dim in HEAD_DIMS:
+        for dtype in args.dtypes:
+            for head_dim in args.head_dims:
                 rows.append(measure(GPUS[name], head_dim, dtype))
                 print(json.dumps(rows[-1]), flush=True)
                 check(rows[-1])
