@@ -50,7 +50,7 @@ def on_first(call: Callable[[], T]) -> T:
 def _sent(data: bytes) -> bytes:
     """The bytes of process 0; the others' are ignored."""
     multihost.get_barrier_sync_fn()(key="first_process", timeout_ms=_LONGEST_WAIT_MS)
-    size = int(_broadcast(np.array(len(data), np.int64 if jax.config.jax_enable_x64 else np.int32)))
+    size = int(_broadcast(np.array(len(data), np.int32)))
     room = np.zeros(max(_SMALLEST, 1 << (size - 1).bit_length()), np.uint8)
     if jax.process_index() == 0:
         room[:size] = np.frombuffer(data, np.uint8)
