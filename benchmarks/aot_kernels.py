@@ -274,10 +274,11 @@ def main() -> None:
             for head_dim in args.head_dims:
                 rows.append(measure(GPUS[name], head_dim, dtype))
                 print(json.dumps(rows[-1]), flush=True)
-                check(rows[-1])
     if args.out is not None:
         result = {"jax": jax.__version__, "chunk": CHUNK, "keys": KEYS, "heads": HEADS, "cases": rows}
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for row in rows:
+        check(row)
 
 
 if __name__ == "__main__":

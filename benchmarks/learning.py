@@ -33,6 +33,7 @@ from dta_jax.config import load_config, operative_config
 from dta_jax.curves import Key, Series, chart
 from dta_jax.errors import InputError, run_command
 from dta_jax.loop import run_training
+from dta_jax.metrics import read_steps
 from dta_jax.picture import blend
 from dta_jax.prepare import prepare
 from dta_jax.report import COLOURS
@@ -77,7 +78,7 @@ def run(algorithm: str, env: str, seed: int, steps: int | None) -> dict[str, Any
     bindings += ["Train.evaluate = @Evaluate()", f"Train.evaluate_every = {EVALUATE_EVERY}"]
     train = load_config(ROOT / config, [*bindings, f"Train.seed = {seed}", "Checkpoints.every = 1000"])
     with tempfile.TemporaryDirectory() as folder:
-        rows = run_training(prepare(train), Path(folder), operative_config())
+        rows = read_steps(Path(folder), run_training(prepare(train), Path(folder), operative_config()))
     return {
         "algorithm": algorithm,
         "env": env,

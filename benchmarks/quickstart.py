@@ -50,6 +50,7 @@ from dta_jax.errors import run_command
 from dta_jax.guards import Watch
 from dta_jax.learner import Learner
 from dta_jax.loop import run_training
+from dta_jax.metrics import read_steps
 from dta_jax.objective import make_batch
 from dta_jax.prepare import Run, prepare
 from dta_jax.report import COLOURS
@@ -129,7 +130,7 @@ def train_once(name: str, seed: int, steps: int) -> dict[str, Any]:
         run = Run(with_engine(run.learner, name), run.source)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        rows = run_training(run, Path(folder), operative_config())
+        rows = read_steps(Path(folder), run_training(run, Path(folder), operative_config()))
     return {
         "run": name,
         "seed": seed,

@@ -139,7 +139,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="DIR",
         help="folder whose tokenizer goes along (default: the one that the run began from)",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: the one that the run computed with)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the weights (default: the one that the run computed with)"
+    )
     parser.add_argument(
         "--max-shard-gb",
         type=float,

@@ -8,12 +8,12 @@ barrier, since collectives of devices give up after some time. With one process 
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import jax
 import numpy as np
+from flax.serialization import msgpack_restore, msgpack_serialize
 from jax.experimental import multihost_utils
 from orbax.checkpoint import multihost
 
@@ -25,7 +25,10 @@ _LONGEST_WAIT_MS: Final = 7 * 24 * 3600 * 1000  # when process 0 is lost, the ot
 
 
 def on_first(call: Callable[[], T]) -> T:
-    """The result of a call that process 0 makes, in every process. Results are pickled.
+    """The result of a call that process 0 makes, in every process.
+
+    Args:
+      call: returns numbers, text, None and numpy arrays, in dicts and lists.
 
     Raises:
       InputError, RunError: what the call raised; in the other processes a RunError with its text. Whatever
@@ -34,16 +37,16 @@ def on_first(call: Callable[[], T]) -> T:
     if jax.process_count() == 1:
         return call()
     if jax.process_index() > 0:
-        value, failure = pickle.loads(_sent(b""))
-        if failure is not None:
-            raise RunError(f"process 0: {failure}")
-        return value
+        answer = msgpack_restore(_sent(b""))
+        if answer["failure"] is not None:
+            raise RunError(f"process 0: {answer['failure']}")
+        return answer["value"]
     try:
         value = call()
     except (InputError, RunError) as error:
-        _sent(pickle.dumps((None, str(error))))
+        _sent(msgpack_serialize({"value": None, "failure": str(error)}))
         raise
-    _sent(pickle.dumps((value, None)))
+    _sent(msgpack_serialize({"value": value, "failure": None}))
     return value
 
 

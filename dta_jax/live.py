@@ -29,7 +29,7 @@ from dta_jax.advantages import informative
 from dta_jax.chat import Chat
 from dta_jax.chat_template import load_template
 from dta_jax.collect.evaluation import Evaluate
-from dta_jax.collect.loop import Collector
+from dta_jax.collect.loop import Collected, Collector
 from dta_jax.collect.stream import Snapshot
 from dta_jax.episode_rows import episode_returns, episodes_of
 from dta_jax.errors import InputError, writing
@@ -134,10 +134,10 @@ class LiveFeed:
         with phase("rollouts"):
             if self._plans is not None:
                 planned = self._plans.get(step)
-            found = on_first(lambda: self._first.batch(step))
-            note("environment", found.metrics["environment_seconds"])
-        metrics = found.metrics | {"wait_seconds": time.perf_counter() - began}
-        rollouts = _by_group(found.rollouts, found.group)
+            found = on_first(lambda: _plain(self._first.batch(step)))
+            note("environment", found["metrics"]["environment_seconds"])
+        metrics = found["metrics"] | {"wait_seconds": time.perf_counter() - began}
+        rollouts = _by_group(Rollouts(**found["rollouts"]), found["group"])
         if self._save_every is not None and step % self._save_every == 0 and self._collector is not None:
             file = self._out / "rollouts" / f"{step}.npz"
             with writing(file):
@@ -185,7 +185,15 @@ class LiveFeed:
 
     def snapshot(self) -> Snapshot:
         """What a resumed run needs beside the weights; take it between `publish` and the next `get`."""
-        return on_first(lambda: self._first.state())
+        taken: Snapshot | None = None
+
+        def take() -> dict[str, Any]:
+            nonlocal taken
+            taken = self._first.state()
+            return taken.state
+
+        state = on_first(take)
+        return taken or Snapshot(state, None)  # accepted rollouts are the first process's to keep
 
     def keep(self, step: int, snapshot: Snapshot, steps: Sequence[int], newest: int) -> None:
         """Keeps accepted rollouts for a checkpoint that is about to be saved.
@@ -206,6 +214,11 @@ class LiveFeed:
         for number, path in older[: -newest - 1]:
             if number not in steps:
                 path.unlink()
+
+
+def _plain(found: Collected) -> dict[str, Any]:
+    """A batch in the form that `on_first` sends."""
+    return {"rollouts": vars(found.rollouts), "group": found.group, "metrics": found.metrics}
 
 
 def sampling_params(learner: Learner, state: TrainState) -> Params:

@@ -50,7 +50,7 @@ def run_training(
     allow_changes: bool = False,
     quiet: bool = False,
     profile: ProfiledSteps | None = None,
-) -> list[dict[str, Any]]:
+) -> range:
     """Trains from the newest checkpoint in `out`, or from the start, up to the last step.
 
     Args:
@@ -62,7 +62,7 @@ def run_training(
       profile: steps to profile, if any (`dta_jax.profiling`).
 
     Returns:
-      The rows of metrics of the steps that were run.
+      The steps that were run; `dta_jax.metrics.read_steps` has their rows. They are not kept in memory.
 
     Raises:
       InputError: the folder holds another run, or cannot be used; steps to profile that are not made; a sink
@@ -105,7 +105,7 @@ def run_training(
         if writes:
             _write(out / "operative_config.gin", config_text)
         if start >= train.steps:
-            return []
+            return range(start + 1, start + 1)
         if profile is not None:
             profile.check(start=start, steps=train.steps)
         terminal = Terminal(quiet=quiet or not writes)
@@ -184,10 +184,9 @@ class _Loop:
         self._snapshot: Snapshot | None = None
         self._beside: dict[str, Any] = {}  # what a checkpoint of the last step says beside its arrays
         self._failed: RunError | InputError | None = None
-        self._rows: list[dict[str, Any]] = []
 
-    def run(self, state: TrainState, start: int, reference: Any) -> list[dict[str, Any]]:
-        """Trains from step `start` + 1 to the last one; returns the rows of metrics."""
+    def run(self, state: TrainState, start: int, reference: Any) -> range:
+        """Trains from step `start` + 1 to the last one; returns the steps that were run."""
         train, done = self._train, start
         for step in range(start + 1, train.steps + 1):
             with self._shown.profiler.step(step):
@@ -213,10 +212,10 @@ class _Loop:
         if self._ends:
             # Updates that a step made before it was stopped have taken its arrays.
             whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.as_tree()))
-            if self._rows and whole and done not in self._store.steps():
+            if done > start and whole and done not in self._store.steps():
                 self._save(done, state)
             raise self._failed or _interrupted(self._signals, done)
-        return self._rows
+        return range(start + 1, done + 1)
 
     def tell_summary(self) -> None:
         """Says in a line each which checkpoint is best and what the guards met."""
@@ -270,7 +269,6 @@ class _Loop:
 
     def _report(self, row: dict[str, Any]) -> None:
         row |= self._shown.times.take()
-        self._rows.append(row)
         self._shown.report(row)
         # Taken now: the next batch, even one that stops the run, changes what there is to go on from.
         self._snapshot = self._feed.snapshot()

@@ -6,9 +6,11 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 from dta_jax.errors import InputError, writing
+
+METRICS_FILE: Final = "metrics.jsonl"
 
 
 class MetricsLog:
@@ -54,6 +56,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         raise InputError(path, "file", expected="one JSON object per line", actual=reason) from None
     lines = text[: text.rfind("\n") + 1].splitlines()
     return [_row(path, number, line) for number, line in enumerate(lines, start=1)]
+
+
+def read_steps(run: Path, steps: range) -> list[dict[str, Any]]:
+    """The rows of some steps of a run.
+
+    Args:
+      run: its folder.
+      steps: which.
+
+    Raises:
+      InputError: see `read_metrics`.
+    """
+    rows = read_metrics(run / METRICS_FILE) if steps else []
+    return [row for row in rows if row["step"] in steps]
 
 
 def _row(path: Path, number: int, line: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Which devices train and which sample: those of `LocalSampler.devices` are kept out of the mesh.
 
-    LocalSampler.devices = None      the sampler shares the first device of the mesh, in turns with the trainer
+    LocalSampler.devices = None      the sampler shares the first device of the mesh, in turns with training
     LocalSampler.devices = (6, 7)    devices 6 and 7 sample; the mesh is made of the others
 
 Numbers count the devices of one process, the first one if there are several.

@@ -21,11 +21,10 @@ import numpy as np
 
 from dta_jax.curves import Key, Series, chart
 from dta_jax.errors import InputError, run_command
-from dta_jax.metrics import read_metrics
+from dta_jax.metrics import METRICS_FILE, read_metrics
 from dta_jax.picture import can_write_png
 from dta_jax.report_page import report_page
 
-METRICS_FILE: Final = "metrics.jsonl"
 COLOURS: Final = ("#2f74b5", "#d1702a", "#2a9d8f", "#8e5ea2", "#c8314a", "#7a7a2b", "#3b4a59", "#c2569b")
 DASHES: Final[tuple[tuple[float, ...], ...]] = ((), (6, 4), (2, 3), (9, 3, 2, 3))
 

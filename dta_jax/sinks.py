@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from dta_jax.errors import InputError, writing
-from dta_jax.metrics import MetricsLog
+from dta_jax.metrics import METRICS_FILE, MetricsLog
 from dta_jax.settings import Logging, Train
 
-METRICS: Final = "metrics.jsonl"
 TENSORBOARD: Final = "tensorboard"
 WANDB: Final = "wandb"
 _EVENTS: Final = "events.out.tfevents."
@@ -82,7 +81,7 @@ def open_sinks(train: Train, out: Path, *, keep_through: int) -> Iterator[list[S
     """
     log = train.log
     with contextlib.ExitStack() as stack:
-        sinks: list[Sink] = [MetricsLog(out / METRICS, keep_through=keep_through)]
+        sinks: list[Sink] = [MetricsLog(out / METRICS_FILE, keep_through=keep_through)]
         stack.callback(sinks[0].close)
         if log.tensorboard and has_tensorboard():
             sinks.append(TensorBoard(out / TENSORBOARD, keep_through=keep_through))

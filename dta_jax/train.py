@@ -25,6 +25,7 @@ from dta_jax.config import load_config, operative_config
 from dta_jax.errors import InputError, run_command
 from dta_jax.hosts import Hosts, connect, guarded
 from dta_jax.loop import run_training
+from dta_jax.metrics import read_steps
 from dta_jax.prepare import prepare
 from dta_jax.profiling import ProfiledSteps
 from dta_jax.terminal import one_line_warnings, print_table
@@ -59,15 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         quiet = args.quiet or jax.process_index() > 0
         if run.learner.memory is not None and not quiet:
             print(run.learner.memory)
-        rows = run_training(
+        steps = run_training(
             run, out, text, allow_changes=args.allow_changes, quiet=args.quiet, profile=profile
         )
     if quiet:
         return
-    if not rows:
+    if not steps:
         print(f"{out}: nothing to do, step {train.steps} is reached; raise Train.steps to go on")
         return
-    print_table(summary(rows), f"{out}:")
+    print_table(summary(read_steps(out, steps)), f"{out}:")
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

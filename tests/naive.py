@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dta_jax.types import NO_PARENT, Trie
+from dta_jax.types import NO_PARENT, NO_SLOT, PUSH, Schedule, Trie
 
 
 def naive_trie(sequences: Sequence[Sequence[int]]) -> Trie:
@@ -42,6 +42,39 @@ def path_rows(trie: Trie, row: int) -> list[int]:
         path.append(int(row))
         row = int(trie.parent[row])
     return path[::-1]
+
+
+def naive_slots(schedule: Schedule, slots: int) -> list[int]:
+    """The slot of every row of the table, by sets: behind the parent, else where it fits, else in long runs."""
+    free, slot_of, given = set(range(slots)), {}, []
+    for o in range(schedule.num_ops):
+        rows = schedule.row[schedule.offset[o] : schedule.offset[o + 1]].tolist()
+        if schedule.kind[o] != PUSH:
+            free |= {slot_of[row] for row in rows if row in slot_of}
+        else:
+            for piece in _runs(rows):
+                parent = int(schedule.trie.parent[piece[0]])
+                first = 0 if parent == NO_PARENT else slot_of[parent] + 1
+                taken = list(range(first, first + len(piece)))
+                if not free.issuperset(taken):
+                    runs = _runs(sorted(free))
+                    fitting = [run for run in runs if len(run) >= len(piece)]
+                    long_ones = [slot for run in sorted(runs, key=len, reverse=True) for slot in run]
+                    taken = sorted((fitting[0] if fitting else long_ones)[: len(piece)])
+                free -= set(taken)
+                slot_of |= dict(zip(piece, taken, strict=True))
+        given += [slot_of.get(row, NO_SLOT) for row in rows]
+    return given
+
+
+def _runs(numbers: list[int]) -> list[list[int]]:
+    """Ascending numbers, cut wherever one is left out."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if not runs or number != runs[-1][-1] + 1:
+            runs.append([])
+        runs[-1].append(number)
+    return runs
 
 
 def random_sequences(

@@ -233,7 +233,7 @@ def test_a_batch_that_waits_has_what_was_meant_for_it_and_nothing_stale():
 
 @pytest.mark.parametrize("on_stale", ["drop", "wait"])
 def test_what_is_seen_ahead_is_what_is_trained_on(on_stale):
-    """The next batch is there before the weights are that it is trained with; until then it is only accepted."""
+    """The next batch is there before the weights that it is trained with; until then it is only accepted."""
     trained = []
     with collector(generator=FakeGenerator(log_normal(0.003)), max_staleness=1, on_stale=on_stale) as c:
         for step in range(1, 5):

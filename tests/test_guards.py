@@ -17,7 +17,7 @@ from dta_jax.guard_settings import Guards
 from dta_jax.guards import FEWEST_NORMS, MAX_REPLAYS, GuardStop, Watch
 from dta_jax.loop import run_training
 from dta_jax.losses import KLPenalty, PolicyGradient, PPOClip
-from dta_jax.metrics import read_metrics
+from dta_jax.metrics import read_metrics, read_steps
 from dta_jax.objective import GAE, GroupNormalized
 from dta_jax.prepare import prepare
 from dta_jax.report import read_run, summary
@@ -52,7 +52,7 @@ def overflowing(path: Path) -> RecordedRollouts:
 
 
 def run(train: Train, out: Path) -> list[dict]:
-    return run_training(prepare(train), out, "Train.seed = 0\n")
+    return read_steps(out, run_training(prepare(train), out, "Train.seed = 0\n"))
 
 
 def odd_steps(train: Train) -> list[int]:
@@ -200,7 +200,8 @@ def test_a_full_queue_is_told_and_may_stop_the_run(tmp_path, monkeypatch, capsys
         return result
 
     monkeypatch.setattr(type(prepared.learner), "update", slow)
-    rows = run_training(prepared, tmp_path / "warn", "Train.seed = 0\n")
+    out = tmp_path / "warn"
+    rows = read_steps(out, run_training(prepared, out, "Train.seed = 0\n"))
     full = [row for row in rows if "guard_full_queue" in row]
     assert full
     assert all(row["queue_full_seconds"] > 0.2 for row in full)

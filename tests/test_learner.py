@@ -16,7 +16,7 @@ from dta_jax.hf_weights import save_folder
 from dta_jax.learner import Learner
 from dta_jax.loop import run_training
 from dta_jax.losses import KLPenalty, PolicyGradient, PPOClip, ValueClip
-from dta_jax.metrics import read_metrics
+from dta_jax.metrics import read_metrics, read_steps
 from dta_jax.objective import GAE, Aggregate, GroupNormalized, PreferencePairs, Returns, Rewards, credited
 from dta_jax.prepare import Run, prepare
 from dta_jax.qwen3 import Qwen3
@@ -38,7 +38,7 @@ def change(train: Train, **changes: object) -> Train:
 
 
 def run(train: Train, out: Path) -> list[dict]:
-    return run_training(prepare(train), out, "")
+    return read_steps(out, run_training(prepare(train), out, ""))
 
 
 def watch(prepared: Run, out: Path) -> Watch:

@@ -24,7 +24,7 @@ from dta_jax.generation.local import LocalSampler
 from dta_jax.generation.protocol import Sampling
 from dta_jax.loop import run_training
 from dta_jax.losses import KLPenalty, PPOClip
-from dta_jax.metrics import read_metrics
+from dta_jax.metrics import read_metrics, read_steps
 from dta_jax.objective import GroupNormalized
 from dta_jax.prepare import prepare
 from dta_jax.qwen3 import Qwen3Config
@@ -67,7 +67,7 @@ AHEAD = collecting(max_staleness=1, on_stale="wait")
 
 
 def run(train: Train, out: Path) -> list[dict]:
-    return run_training(prepare(train), out, "Train.seed = 0\n")
+    return read_steps(out, run_training(prepare(train), out, "Train.seed = 0\n"))
 
 
 def learned(rows: list[dict]) -> list[tuple]:

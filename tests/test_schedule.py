@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from dta_jax.errors import InputError
 from dta_jax.schedule import (
+    STRATEGIES,
     ScheduleError,
     check_schedule,
     compile_forward_schedule,
@@ -14,9 +15,11 @@ from dta_jax.schedule import (
     operands,
     round_slots,
 )
+from dta_jax.schedule_stats import stack_heights
+from dta_jax.slots import assign_slots
 from dta_jax.trie import build_trie
 from dta_jax.types import BACK, NO_PARENT, NO_SLOT, PUSH
-from tests.naive import path_rows, random_sequences
+from tests.naive import naive_slots, path_rows, random_sequences
 
 FORK = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 6, 7]]  # rows: 0 -> {1 -> 2 -> {3, 4}, 5 -> 6}
 
@@ -138,6 +141,17 @@ def test_mask_of_the_docstring():
     ]
 
 
+@settings(deadline=None)
+@given(tries, chunk_sizes, st.sampled_from(STRATEGIES), st.integers(0, 4))
+def test_slots_are_where_the_rule_puts_them(trie, chunk_size, strategy, spare):
+    """On a stack as low as can be, too: the fewer slots are spare, the more they lie about."""
+    schedule = compile_schedule(trie, np.zeros(0, np.int32), chunk_size=chunk_size, strategy=strategy)
+    assert schedule.slot.tolist() == naive_slots(schedule, schedule.stack_slots)
+    low = int(stack_heights(schedule).max()) + spare
+    got = assign_slots(trie, schedule.kind, schedule.offset, schedule.row, low)
+    assert got.tolist() == naive_slots(schedule, low)
+
+
 def test_no_rows_make_an_empty_table():
     trie, none = build_trie([]), np.zeros(0, np.int32)
     for schedule in (
@@ -145,6 +159,7 @@ def test_no_rows_make_an_empty_table():
         compile_forward_schedule(trie, none, chunk_size=4),
     ):
         assert schedule.num_ops == 0
+        assert schedule.stack_slots >= 1
         check_schedule(schedule)
         assert list(operands(schedule)) == []
 
@@ -159,7 +174,8 @@ def test_rounded_slots_are_few_and_close():
 
 def test_a_given_stack_is_kept_or_refused():
     trie, none = build_trie(FORK), np.zeros(0, np.int32)
-    assert compile_schedule(trie, none, chunk_size=2, stack_slots=40).stack_slots == 40
+    for slots in (6, 40):
+        assert compile_schedule(trie, none, chunk_size=2, stack_slots=slots).stack_slots == slots
     with pytest.raises(InputError, match="stack_slots: expected at least 6; got 5"):
         compile_schedule(trie, none, chunk_size=2, stack_slots=5)
     with pytest.raises(InputError, match="stack_slots: expected at least 4; got 3"):

@@ -25,7 +25,7 @@ from dta_jax.hf_weights import save_folder
 from dta_jax.learner import TrainState
 from dta_jax.loop import run_training
 from dta_jax.losses import NLL, KLPenalty, PPOClip
-from dta_jax.metrics import read_metrics
+from dta_jax.metrics import read_metrics, read_steps
 from dta_jax.objective import Aggregate, GroupNormalized, credited
 from dta_jax.optimizer import learning_rate, make_optimizer
 from dta_jax.prepare import Run, prepare
@@ -97,7 +97,7 @@ Planner.chunk_size = {PPO.planner.chunk_size}
 
 
 def run(train: Train, out: Path, **options: bool) -> list[dict]:
-    return run_training(prepare(train), out, "Train.seed = 0\n", **options)
+    return read_steps(out, run_training(prepare(train), out, "Train.seed = 0\n", **options))
 
 
 def one_step(
@@ -276,7 +276,7 @@ def test_other_settings_are_refused_unless_allowed(tmp_path):
         run_training(prepared, tmp_path, text)
     assert (tmp_path / "metrics.jsonl").read_text() == metrics
     assert (tmp_path / "operative_config.gin").read_text() == "Train.seed = 0\nTrain.steps = 1\n"
-    assert [row["step"] for row in run_training(prepared, tmp_path, text, allow_changes=True)] == [2]
+    assert list(run_training(prepared, tmp_path, text, allow_changes=True)) == [2]
 
 
 def test_other_rollouts_under_the_same_name_are_refused(config, tmp_path, capsys):

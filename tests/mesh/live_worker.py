@@ -24,6 +24,7 @@ from dta_jax.generation.local import LocalGenerator  # noqa: E402
 from dta_jax.generation.protocol import GenerationError  # noqa: E402
 from dta_jax.hosts import Hosts, connect, guarded  # noqa: E402
 from dta_jax.loop import run_training  # noqa: E402
+from dta_jax.metrics import read_steps  # noqa: E402
 from dta_jax.prepare import prepare  # noqa: E402
 from dta_jax.sharding import MeshShape  # noqa: E402
 from tests.mesh.runs import on_devices_apart  # noqa: E402
@@ -59,7 +60,8 @@ async def failing(self: LocalGenerator, *args: object, **options: object) -> Non
 def run(train: object) -> list[dict]:
     if len(sys.argv) > 3:
         train = dataclasses.replace(train, steps=int(sys.argv[3]))  # type: ignore[type-var]
-    return run_training(prepare(train), Path(sys.argv[2]), "Train.seed = 0\n")  # type: ignore[arg-type]
+    out = Path(sys.argv[2])
+    return read_steps(out, run_training(prepare(train), out, "Train.seed = 0\n"))  # type: ignore[arg-type]
 
 
 guarded(main)

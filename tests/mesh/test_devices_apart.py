@@ -14,6 +14,7 @@ from dta_jax.generation.protocol import Sampling
 from dta_jax.generation.spread import SpreadGenerator
 from dta_jax.learner import Learner
 from dta_jax.loop import run_training
+from dta_jax.metrics import read_steps
 from dta_jax.placement import training_devices
 from dta_jax.prepare import prepare
 from dta_jax.sharding import MeshShape
@@ -43,7 +44,7 @@ def used(monkeypatch):
 
 @pytest.mark.parametrize(("devices", "mesh"), [((6, 7), SIX), ((1,), MeshShape(1, 1))])
 def test_the_trainer_sees_the_samplers_log_probabilities(devices, mesh, tmp_path, used):
-    rows = run_training(prepare(apart(SYNCHRONOUS, devices, mesh)), tmp_path, "")
+    rows = read_steps(tmp_path, run_training(prepare(apart(SYNCHRONOUS, devices, mesh)), tmp_path, ""))
     assert {device.id for device in used} == set(devices)
     assert len(rows) == SYNCHRONOUS.steps
     for row in rows:
@@ -78,7 +79,7 @@ def test_sampling_and_training_overlap(tmp_path, monkeypatch):
 
     monkeypatch.setattr(SamplerDevice, "run", slow_run)
     monkeypatch.setattr(Learner, "update", slow_update)
-    rows = run_training(prepare(apart(AHEAD)), tmp_path, "")
+    rows = read_steps(tmp_path, run_training(prepare(apart(AHEAD)), tmp_path, ""))
     assert any(drawn_meanwhile)
     assert max(row["staleness_max"] for row in rows) == 1
 

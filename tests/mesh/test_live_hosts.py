@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dta_jax.loop import run_training
-from dta_jax.metrics import read_metrics
+from dta_jax.metrics import read_metrics, read_steps
 from dta_jax.prepare import prepare
 from tests.mesh.test_hosts import start_two
 from tests.test_live import SYNCHRONOUS
@@ -31,7 +31,8 @@ def test_two_processes_train_on_live_rollouts_as_one(tmp_path):
     assert saved["collector"]["step"] == 2
     run_two("live", str(tmp_path / "two"), "4")
     rows = read_metrics(tmp_path / "two" / "metrics.jsonl")
-    alone = run_training(prepare(SYNCHRONOUS), tmp_path / "one", "Train.seed = 0\n")
+    one = tmp_path / "one"
+    alone = read_steps(one, run_training(prepare(SYNCHRONOUS), one, "Train.seed = 0\n"))
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     for got, want in zip(rows, alone, strict=True):
         assert got["ratio_max"] == pytest.approx(1, abs=1e-4)

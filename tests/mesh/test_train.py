@@ -9,7 +9,7 @@ from dta_jax.errors import InputError
 from dta_jax.guard_settings import Guards
 from dta_jax.loop import run_training
 from dta_jax.losses import PPOClip
-from dta_jax.metrics import read_metrics
+from dta_jax.metrics import read_metrics, read_steps
 from dta_jax.objective import GroupNormalized
 from dta_jax.prepare import prepare
 from dta_jax.qwen3 import Qwen3Config
@@ -54,7 +54,7 @@ SAME = ("loss", "grad_norm", "clip_fraction", "entropy")
 def train_on(mesh, steps, out):
     """Rows of the steps that are run, up to `steps`."""
     settings = dataclasses.replace(TRAIN, mesh=mesh, steps=steps)
-    return run_training(prepare(settings), out, "")
+    return read_steps(out, run_training(prepare(settings), out, ""))
 
 
 @pytest.fixture(scope="module")
