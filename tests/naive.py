@@ -45,7 +45,7 @@ def path_rows(trie: Trie, row: int) -> list[int]:
 
 
 def naive_slots(schedule: Schedule, slots: int) -> list[int]:
-    """The slot of every row of the table, by sets: behind the parent, else where it fits, else in long runs."""
+    """Every row's slot, by sets: behind its parent, else where its piece fits, else in the longest runs."""
     free, slot_of, given = set(range(slots)), {}, []
     for o in range(schedule.num_ops):
         rows = schedule.row[schedule.offset[o] : schedule.offset[o + 1]].tolist()
