@@ -228,6 +228,40 @@ def test_a_tree_of_129_tokens_in_a_chunk_of_256():
     assert largest_error(got.grads, want.grads) < 2e-5
 
 
+@pytest.mark.parametrize("strategy", ["packed", "packed+keep"])
+def test_what_a_result_says_and_what_may_be_left_out(strategy):
+    """If nothing is said, temperatures are 1 and there is room for every entry."""
+    model, params = make_model(num_hidden_layers=1)
+    samples = random_samples(3)
+    samples = dataclasses.replace(samples, values={"weight": samples.values["weight"]})
+    schedule = schedule_for(samples, 1, strategy=strategy)
+    got = tree_value_and_grad(model, params, schedule, samples.values, NLL())
+    want = run_dense(model, params, samples, NLL())
+    assert largest_error(got.grads, want.grads) < 2e-5
+    np.testing.assert_allclose(got.loss, want.loss, rtol=1e-5)
+    np.testing.assert_allclose(got.logp, want.logp, rtol=1e-5)
+    np.testing.assert_allclose(got.token_loss, -want.logp, rtol=1e-5)
+    np.testing.assert_array_equal(got.numbers.entropy, got.entropy)
+    rows = np.diff(schedule.offset)
+    assert got.executed.tolist() == [rows[schedule.kind == kind].sum() for kind in (PUSH, BACK)]
+    logp, entropy = tree_logprobs(model, params, schedule)
+    np.testing.assert_allclose(logp, want.logp, rtol=1e-5)
+    np.testing.assert_allclose(entropy, want.entropy, rtol=1e-5)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        got.grads = None
+
+
+@pytest.mark.parametrize("strategy", ["packed", "packed+keep"])
+def test_steps_have_their_names_in_profiles(strategy):
+    model, params = make_model(num_hidden_layers=1)
+    samples = random_samples(3)
+    schedule = schedule_for(samples, 1, strategy=strategy)
+    programs = memory.lower_steps(model, params, schedule, samples.values, LOSS)
+    assert {kind for kind, _ in programs} == {PUSH, BACK}
+    for (kind, _), lowered in programs.items():
+        assert f"/{'back' if kind == BACK else 'push'}/" in lowered.as_text(debug_info=True)
+
+
 def test_every_supervised_token_counts_from_the_first_after_a_fork():
     """A prompt of 3 and completions of 2 and 4: six terms, the forks' first tokens among them."""
     model, params = make_model()
