@@ -1,13 +1,18 @@
 """A batch split over ranks: they are balanced by what their schedules cost under the planner's model."""
 
+import jax
 import numpy as np
+import pytest
 
 from dta_jax.balance import RowCost, ScheduleCost, balance, rank_trie
-from dta_jax.mesh_plan import FEWEST_OPERATIONS, plan_ranks, table_length
+from dta_jax.errors import InputError
+from dta_jax.mesh_plan import FEWEST_OPERATIONS, branches, plan_ranks, stack_operations, table_length
 from dta_jax.planner import CostModel
 from dta_jax.schedule_stats import schedule_cost
+from dta_jax.tree_inputs import host_inputs
 from dta_jax.trie import build_trie, entry_rows
 from dta_jax.types import Samples
+from tests.trees import make_model
 
 
 def uneven():
@@ -53,3 +58,40 @@ def test_tables_come_in_powers_of_two():
     most = max(schedule.num_ops for schedule in longer.schedules)
     assert most <= table_length(longer) < 2 * most
     assert table_length(longer).bit_count() == 1
+
+
+def test_tables_hold_the_operations_of_every_rank_and_nothing_else():
+    model, params = make_model(vocab_size=32)
+    samples = uneven()
+    values = {"weight": np.arange(80, dtype=np.float32)}
+    plan = plan_of(samples, 3)
+    assert plan.num_entries == 80
+    table, entries = stack_operations(model, params, plan, values, capacity=512)
+    assert table.branch.shape == (3, table_length(plan))
+    rows = {"push": 0, "back": 0}
+    for k, (schedule, mine) in enumerate(zip(plan.schedules, plan.entries, strict=True)):
+        own, ops = host_inputs(model, params, schedule, {"weight": values["weight"][mine]}, 512)
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda leaf, k=k: leaf[k], entries), own)
+        assert table.count[k] == schedule.num_ops
+        for o, (kind, op) in enumerate(ops):
+            width = len(op.rows.token)
+            assert branches(plan.chunk_size)[table.branch[k, o]] == (kind, width)
+            rows["back" if kind else "push"] += width
+            for held, leaf in zip(jax.tree.leaves(table.op), jax.tree.leaves(op), strict=True):
+                size = np.size(leaf)
+                assert held[k, o].ravel()[:size].tolist() == np.ravel(leaf).tolist()
+                assert not held[k, o].ravel()[size:].any()
+        for held in jax.tree.leaves(table.op):
+            assert not held[k, schedule.num_ops :].any()
+    assert rows == {"push": plan.forward_tokens_executed, "back": plan.backward_tokens_executed}
+
+
+def test_a_table_that_is_too_short_is_refused():
+    model, params = make_model(vocab_size=32)
+    plan = plan_of(uneven(), 2)
+    most = max(schedule.num_ops for schedule in plan.schedules)
+    values = {"weight": np.ones(80)}
+    table, _ = stack_operations(model, params, plan, values, max_operations=most)
+    assert table.branch.shape == (2, most)
+    with pytest.raises(InputError, match=f"max_operations: expected at least {most}; got {most - 1}"):
+        stack_operations(model, params, plan, values, max_operations=most - 1)
