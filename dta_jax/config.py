@@ -34,6 +34,7 @@ from dta_jax.composite_losses import BehaviourWeight, OffPolicy, Sum
 from dta_jax.envs.bandit import Bandit
 from dta_jax.envs.game import TreasureHunt
 from dta_jax.envs.imported import ImportedEnvironment
+from dta_jax.envs.on_ray import OnRay
 from dta_jax.envs.reasoning import ReasoningGym
 from dta_jax.envs.tau2 import Tau2
 from dta_jax.errors import InputError
@@ -70,7 +71,7 @@ BUILDERS: Final[Mapping[str, type]] = {
         NLL, PolicyGradient, PPOClip, CISPO, SAPO, KLPenalty, EntropyBonus, Sum, OffPolicy, BehaviourWeight,
         SequenceRatio, SequenceSum, DPO, ValueClip, SequenceCorrection,
         Rewards, GroupNormalized, Returns, GAE, PreferencePairs, Aggregate,
-        Bandit, TreasureHunt, ReasoningGym, Tau2, ImportedEnvironment,
+        Bandit, TreasureHunt, ReasoningGym, Tau2, ImportedEnvironment, OnRay,
         LocalSampler, SGLang, VLLM, OpenAIServer, Sampling, Collect, Evaluate,
         Critic, Planner, AdamW, Checkpoints, Guards, Logging, MeshShape,
     )

@@ -10,6 +10,7 @@ Everything else that is raised is a bug of ours and keeps its traceback.
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -36,6 +37,10 @@ class InputError(ValueError):
         self.hint = hint
         message = f"{source}: {field}: expected {expected}; got {actual}"
         super().__init__(" ".join((f"{message}; {hint}" if hint else message).split()))
+
+    def __reduce__(self) -> tuple[Callable[[], InputError], tuple[()]]:  # sent between processes
+        said = {"expected": str(self.expected), "actual": str(self.actual), "hint": self.hint}
+        return functools.partial(InputError, str(self.source), self.field, **said), ()
 
 
 class RunError(RuntimeError):

@@ -14,6 +14,7 @@ from dta_jax.composite_losses import BehaviourWeight, OffPolicy, Sum
 from dta_jax.envs.bandit import Bandit
 from dta_jax.envs.game import TreasureHunt
 from dta_jax.envs.imported import ImportedEnvironment
+from dta_jax.envs.on_ray import OnRay
 from dta_jax.envs.reasoning import ReasoningGym
 from dta_jax.envs.tau2 import Tau2
 from dta_jax.errors import InputError
@@ -90,7 +91,7 @@ class LiveRollouts:
       save_every: steps between two batches that are written to OUT/rollouts/STEP.npz; None for none.
     """
 
-    environment: Bandit | TreasureHunt | ReasoningGym | Tau2 | ImportedEnvironment
+    environment: Bandit | TreasureHunt | ReasoningGym | Tau2 | ImportedEnvironment | OnRay
     generator: LocalSampler | SGLang | VLLM | OpenAIServer = field(default_factory=LocalSampler)
     collect: Collect = field(default_factory=Collect)
     tokenizer: str | None = None
@@ -108,6 +109,8 @@ class LiveRollouts:
     def tokens_below(self) -> int | None:
         """The vocabulary of an environment that speaks tokens; None for one that speaks messages."""
         environment = self.environment
+        if isinstance(environment, OnRay):
+            environment = environment.environment
         if isinstance(environment, Bandit | TreasureHunt | ImportedEnvironment):
             return environment.vocab_size
         return None

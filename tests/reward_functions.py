@@ -40,3 +40,7 @@ def fails_once(marker):
             pass
         os._exit(1)
     return 0.5
+
+
+def parent():
+    return float(os.getppid())

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import sys
 
 import pytest
 
@@ -98,3 +99,12 @@ def test_functions_and_arguments_that_cannot_be_sent():
     assert isinstance(error, InputError)
     with pytest.raises(InputError, match="RewardProcesses: timeout: expected seconds, above 0; got 0"):
         RewardProcesses(timeout=0)
+
+
+def test_a_cluster_needs_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    message = (
+        r"^RewardProcesses: package: expected dta_jax\[ray\], installed; got no module named ray; pip install"
+    )
+    with pytest.raises(InputError, match=message):
+        RewardFunction(reward_functions.length, RewardProcesses(ray_address="auto"))

@@ -1,6 +1,7 @@
 """Environments: what they ask, what they pay, and that the quickstart's game is the right size."""
 
 import asyncio
+import pickle
 import sys
 from types import ModuleType
 
@@ -12,12 +13,14 @@ from hypothesis import strategies as st
 from dta_jax.envs.bandit import Bandit
 from dta_jax.envs.game import MOVES, RULES, VOCABULARY, TreasureHunt, encode, oracle, render
 from dta_jax.envs.imported import ImportedEnvironment
+from dta_jax.envs.on_ray import OnRay
 from dta_jax.envs.packages import require
 from dta_jax.envs.protocol import Answer, Environment, Episode
 from dta_jax.envs.reasoning import ReasoningGym, extract_answer
 from dta_jax.envs.reasoning import _questions as questions
 from dta_jax.envs.tool_calls import parse_answer, render_call
 from dta_jax.errors import InputError
+from dta_jax.settings import LiveRollouts
 
 
 def said(*tokens):
@@ -388,3 +391,24 @@ def test_an_imported_environment_that_is_none_is_refused(changes, message):
     with pytest.raises(InputError, match=message):
         ImportedEnvironment(**(good | changes))
     assert ImportedEnvironment(**good, options='{"contexts": 5}').num_tasks == 5
+
+
+def test_an_environment_on_a_cluster_is_checked_before_the_cluster(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    there = OnRay(Bandit(contexts=3))
+    assert isinstance(there, Environment)
+    assert there.num_tasks == 3
+    assert LiveRollouts(there).tokens_below == Bandit(contexts=3).vocab_size
+    for field, value in (("address", ""), ("actors", 0), ("cpus_per_actor", -1.0)):
+        with pytest.raises(InputError, match=f"OnRay: {field}: expected"):
+            OnRay(Bandit(), **{field: value})
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(InputError, match=r"no module named ray; pip install dta_jax\[ray\]"):
+        OnRay(Bandit())
+
+
+def test_bad_input_says_the_same_in_another_process():
+    error = InputError("Flights", "table", expected=range(3), actual=None, hint="write one")
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again)) == (InputError, str(error))
+    assert (again.source, again.field, again.hint) == ("Flights", "table", "write one")
