@@ -1,4 +1,4 @@
-"""The chain of `benchmarks/tau2_mock.py`, a few steps of it: imitation, RL, and the success rate after each."""
+"""The chain of `benchmarks/tau2_mock.py`, a few steps of it: imitation, RL, and success rates after each."""
 
 import json
 
