@@ -153,12 +153,15 @@ def test_slots_are_where_the_rule_puts_them(trie, chunk_size, strategy, spare):
 
 
 def test_a_piece_that_fits_nowhere_lies_in_the_longest_runs():
-    """Six rows fill the stack; 1, 3, 4 leave. A path of 2 lies in the run of 2, a path of 3 everywhere."""
+    """Six rows fill the stack; 0, 3, 4 leave. A path of 2 lies in the run of 2, a path of 3 everywhere."""
     trie = build_trie([[t] for t in range(6)] + [[6, 7, 8]])
     kind, offset = np.array([PUSH, BACK, PUSH]), np.array([0, 6, 9, 12])
-    row = np.array([0, 1, 2, 3, 4, 5, 1, 3, 4, 6, 7, 8])
-    assert assign_slots(trie, kind, offset, row, 6).tolist()[-3:] == [1, 3, 4]
+    row = np.array([0, 1, 2, 3, 4, 5, 0, 3, 4, 6, 7, 8])
+    assert assign_slots(trie, kind, offset, row, 6).tolist()[-3:] == [0, 3, 4]
     assert assign_slots(trie, kind, np.array([0, 6, 9, 11]), row[:11], 6).tolist()[-2:] == [3, 4]
+    row[6:9] = [0, 2, 5]
+    more = np.insert(row, 8, 4)  # 0, 2, 4, 5 leave: the run of 2, then the lowest of the others
+    assert assign_slots(trie, kind, np.array([0, 6, 10, 13]), more, 6).tolist()[-3:] == [0, 4, 5]
     with pytest.raises(AssertionError, match="the plan needs more than 5 stack slots"):
         assign_slots(trie, kind, offset, row, 5)
 

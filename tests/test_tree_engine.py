@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from dta_jax import tree_engine
 from dta_jax.errors import InputError
 from dta_jax.losses import PPOClip
 from dta_jax.planner import CostModel, widths
@@ -86,6 +87,23 @@ def test_one_plan_serves_both_passes():
     again = engine.value_and_grad(params, samples, LOSS, samples.sequence)
     assert again.loss == found.loss
     jax.tree.map(np.testing.assert_array_equal, again.grads, found.grads)
+
+
+def test_rows_that_were_not_run_are_noticed(monkeypatch):
+    model, params = make_model()
+    engine, samples = engine_of(model), random_samples(4)
+    monkeypatch.setattr(tree_engine, "_rows", lambda schedule, kind: 7)
+    with pytest.raises(RuntimeError, match=r"planned \[7, 7\], executed"):
+        engine.value_and_grad(params, samples, LOSS, samples.sequence)
+
+
+def test_a_mesh_gets_a_plan_for_each_rank():
+    mesh = jax.make_mesh((1, 1), ("data", "tensor"), devices=jax.devices()[:1])
+    samples, buckets = random_samples(4), {"chunk_size": 8, "strategy": "packed"}
+    engine = TreeEngine.for_batches(make_model()[0], **buckets, longest=24, entries=300, mesh=mesh)
+    plan = engine.plan(samples)
+    assert (len(plan.schedules), plan.num_entries) == (1, len(samples.sequence))
+    assert (plan.chunk_size, plan.stack_slots) == (8, engine.stack_slots)
 
 
 def test_a_plan_for_other_samples_is_refused():
