@@ -15,7 +15,7 @@ from dta_jax.errors import InputError
 from dta_jax.losses import NLL, PPOClip
 from dta_jax.reference import dense_logits
 from dta_jax.schedule import compile_forward_schedule, compile_schedule, operands
-from dta_jax.tree_grad import tree_logprobs, tree_value_and_grad
+from dta_jax.tree_grad import tree_forward, tree_logprobs, tree_value_and_grad
 from dta_jax.trie import build_trie, entry_rows
 from dta_jax.types import BACK, NO_SLOT, PUSH, Samples
 from tests.naive import random_sequences
@@ -234,7 +234,7 @@ def test_what_a_result_says_and_what_may_be_left_out(strategy):
     model, params = make_model(num_hidden_layers=1)
     samples = random_samples(3)
     samples = dataclasses.replace(samples, values={"weight": samples.values["weight"]})
-    schedule = schedule_for(samples, 1, strategy=strategy)
+    schedule = schedule_for(samples, 2, strategy=strategy)
     got = tree_value_and_grad(model, params, schedule, samples.values, NLL())
     want = run_dense(model, params, samples, NLL())
     assert largest_error(got.grads, want.grads) < 2e-5
@@ -245,6 +245,7 @@ def test_what_a_result_says_and_what_may_be_left_out(strategy):
     rows = np.diff(schedule.offset)
     assert got.executed.tolist() == [rows[schedule.kind == kind].sum() for kind in (PUSH, BACK)]
     logp, entropy = tree_logprobs(model, params, schedule)
+    np.testing.assert_array_equal(tree_forward(model, params, schedule).logp, logp)
     np.testing.assert_allclose(logp, want.logp, rtol=1e-5)
     np.testing.assert_allclose(entropy, want.entropy, rtol=1e-5)
     with pytest.raises(dataclasses.FrozenInstanceError):
