@@ -139,6 +139,8 @@ def test_mask_of_the_docstring():
     assert ["".join(".x"[int(v)] for v in r) for r in mask] == [
         r.replace(" ", "") for r in drawn.split("\n")[1:-1]
     ]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        back.kind = PUSH
 
 
 @settings(deadline=None)
