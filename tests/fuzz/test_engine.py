@@ -51,7 +51,7 @@ def test_schedules(seed, count, longest, chunk_size, strategy, push, launch):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(seed=seeds, chunk_size=st.sampled_from([1, 2, 5, 16, 64]), strategy=st.sampled_from(STRATEGIES))
 def test_gradients(tied, seed, chunk_size, strategy):
     with jax.enable_x64(True):
