@@ -27,7 +27,7 @@ from dta_jax.checkpoint import CheckpointStore, DueCheckpoints
 from dta_jax.collect.stream import Snapshot
 from dta_jax.errors import InputError, Interrupted, RunError, writing
 from dta_jax.guards import GuardStop, Watch
-from dta_jax.learner import TrainState, source_of
+from dta_jax.learner import Learner, TrainState, source_of
 from dta_jax.live import LiveFeed, sampling_params
 from dta_jax.phases import Record, phase, recording
 from dta_jax.preflight import preflight
@@ -35,7 +35,7 @@ from dta_jax.prepare import Run
 from dta_jax.profiling import ProfiledSteps, Profiler
 from dta_jax.recorded import RecordedFeed, RecordedSource, logprobs_of_the_start
 from dta_jax.run_record import FrozenWeights, RunRecord
-from dta_jax.settings import LiveRollouts
+from dta_jax.settings import Checkpoints, LiveRollouts
 from dta_jax.signals import Stopped, StopSignals
 from dta_jax.sinks import Sink, check_sinks, open_sinks
 from dta_jax.step_work import Nothing, Planned
@@ -79,29 +79,8 @@ def run_training(
         raise InputError(out, "--out", expected="a folder", actual=error.strerror) from None
     writes = jax.process_index() == 0
     with contextlib.ExitStack() as stack:
-        kept = train.checkpoints
-        store = stack.enter_context(
-            CheckpointStore(
-                out / "checkpoints",
-                keep=kept.keep,
-                keep_best=kept.keep_best,
-                best_metric=kept.best_metric,
-                best_mode=kept.best_mode,
-            )
-        )
-        resumed: dict[str, Any] = {}
-
-        def check(step: int, saved: Mapping[str, Any]) -> None:
-            if not allow_changes:
-                record.check(out / "checkpoints" / str(step), saved)
-            resumed.clear()
-            resumed.update(saved)
-
-        found = store.newest(learner.like, check)
-        if found is None:
-            start, state = 0, learner.starting_state()
-        else:
-            start, state = found[0], TrainState.from_tree(found[1])
+        store = stack.enter_context(_open_store(out, train.checkpoints))
+        start, state, resumed = _beginning(learner, store, out, None if allow_changes else record)
         if writes:
             _write(out / "operative_config.gin", config_text)
         if start >= train.steps:
@@ -286,6 +265,37 @@ class _Loop:
                 self._feed.keep(step, self._snapshot, self._store.steps(), self._train.checkpoints.keep)
             self._store.save(step, state.as_tree(), self._record.at(step, **self._beside))
             self._due.note_saved()
+
+
+def _open_store(out: Path, kept: Checkpoints) -> CheckpointStore:
+    return CheckpointStore(
+        out / "checkpoints",
+        keep=kept.keep,
+        keep_best=kept.keep_best,
+        best_metric=kept.best_metric,
+        best_mode=kept.best_mode,
+    )
+
+
+def _beginning(
+    learner: Learner, store: CheckpointStore, out: Path, record: RunRecord | None
+) -> tuple[int, TrainState, dict[str, Any]]:
+    """Where to begin: the newest checkpoint, with what it says beside its arrays; or step 0.
+
+    A checkpoint must be of the run that `record` describes; None allows any.
+    """
+    resumed: dict[str, Any] = {}
+
+    def check(step: int, saved: Mapping[str, Any]) -> None:
+        if record is not None:
+            record.check(out / "checkpoints" / str(step), saved)
+        resumed.clear()
+        resumed.update(saved)
+
+    found = store.newest(learner.like, check)
+    if found is None:
+        return 0, learner.starting_state(), {}
+    return found[0], TrainState.from_tree(found[1]), resumed
 
 
 def _tell(line: str) -> None:
