@@ -99,11 +99,19 @@ class Loop:
     @classmethod
     def of(cls, op: Op) -> Loop:
         if op.name == "scan":
-            consts, carry = op.params["num_consts"], op.params["num_carry"]
+            consts, carry = _scan_parts(op.params)
             body, inputs = op.params["jaxpr"].jaxpr, op.inputs
             return cls(body, inputs, inputs[consts : consts + carry], body.invars[consts + carry :])
         inputs = op.inputs[op.params["cond_nconsts"] :]
         return cls(op.params["body_jaxpr"].jaxpr, inputs, inputs[op.params["body_nconsts"] :], ())
+
+
+def _scan_parts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many constants and how many carried values a scan has, as this version of JAX says it."""
+    if "ft_in" in params:  # from 0.12 on
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]
 
 
 def temporary_bytes(program: core.Jaxpr, *, for_cpu: bool) -> int:
