@@ -36,7 +36,7 @@ def main() -> None:
     what, mesh = sys.argv[1], MeshShape(4, 1)
     if what == "first":
         for size in (0, 1, 5000, 100_000):
-            assert on_first(lambda size=size: (jax.process_index(), "x" * size)) == (0, "x" * size)
+            assert on_first(lambda size=size: [jax.process_index(), "x" * size]) == [0, "x" * size]
         return
     if what == "fail":
         LocalGenerator.generate = failing  # type: ignore[method-assign]
