@@ -12,6 +12,7 @@ import contextlib
 import json
 import random
 import re
+import socket
 import threading
 import time
 import zlib
@@ -96,7 +97,8 @@ class FakeServer:
         self._aborts = 0
         self._port = 0
         self._writers: set[asyncio.StreamWriter] = set()
-        self._handlers: set[asyncio.Task] = set()
+        self._tasks: set[asyncio.Task] = set()  # of every connection
+        self._handlers: set[asyncio.Task] = set()  # those that hold a writer, and close it when cancelled
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -120,15 +122,16 @@ class FakeServer:
         """Listens, on the same port as before, with the weights it was first started with."""
         self._alive = True
         self.version, self._reported = self._first_version, "default"
-        self._server = self._in_loop(asyncio.start_server(self._serve, "127.0.0.1", self._port))
-        self._port = self._server.sockets[0].getsockname()[1]
+        self._in_loop(self._listen())
 
     def kill(self) -> None:
         """Stops listening and breaks every connection."""
 
         async def stop() -> None:
+            if self._alive:
+                self._loop.remove_reader(self._listener)
+                self._listener.close()
             self._alive = False
-            self._server.close()
             for writer in list(self._writers):
                 writer.transport.abort()
             await asyncio.sleep(0.01)  # connections on their way in find nobody
@@ -143,14 +146,28 @@ class FakeServer:
 
     async def _end(self) -> None:
         """Returns when nothing is left: a connection that is just being accepted must be closed too."""
-        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        while self._tasks:
             for handler in self._handlers:
                 handler.cancel()
-            await asyncio.wait(others, timeout=0.05)
+            await asyncio.wait(self._tasks, timeout=0.05)
         await asyncio.sleep(0.01)  # closed transports report it
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _listen(self) -> None:
+        """Accepts by hand: an `asyncio.Server` that closes forgets connections that it has just accepted."""
+        self._listener = socket.create_server(("127.0.0.1", self._port))
+        self._listener.setblocking(False)
+        self._port = self._listener.getsockname()[1]
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # the caller has gone already
+            connection, _ = self._listener.accept()
+            self._tasks.add(task := self._loop.create_task(self._serve(connection)))
+            task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, connection: socket.socket) -> None:
         """One call per connection."""
+        reader, writer = await asyncio.open_connection(sock=connection)
         self._writers.add(writer)
         handler = asyncio.current_task()
         self._handlers.add(handler)
