@@ -11,9 +11,10 @@ compiler keeps is less than all of them, and which is what the rules here say:
                 old value has no later use
     loops       a loop costs what its body costs, once; slices of scanned arrays are stored when needed
 
-Compilers for accelerators also write a fused result over what it reads for the last time, and add products to
-sums without storing them. A CPU's does neither, and has no products in bfloat16: it widens their operands to
-float32 (`for_cpu`).
+Compilers for accelerators also write a fused result over what it reads for the last time, add products to
+sums without storing them, and write several results of a costly function in one pass (weights and both
+moments, of a clipped gradient). A CPU's does none of this, and has no products in bfloat16: it widens their
+operands to float32 (`for_cpu`).
 
     products    operands and results are widened while the product runs
     loops       arrays that come from outside and feed products are widened as wholes, and stay so meanwhile;
@@ -169,19 +170,23 @@ class _Lifetimes:
                     (first, *_) = user.outputs
                     ends[value] |= ends[first] if first in fused or user.name in VIEWS else {u}
                     users[value] |= users[first] if user.name in VIEWS else {user.name}
-                if self._can_fuse(op, value, users[value], len(ends[value])):
+                if self._can_fuse(op, value, users[value], ends[value]):
                     fused.add(value)
         return fused
 
     def _read_by(self, op: Op) -> tuple[Value, ...]:
         return tuple(dict.fromkeys(stored for value in op.arrays for stored in self.source[value]))
 
-    def _can_fuse(self, op: Op, value: Value, users: set[str], ends: int) -> bool:
+    def _can_fuse(self, op: Op, value: Value, users: set[str], ends: set[int]) -> bool:
         if op.name not in FUSED or "result" in users:
             return False
         if op.name == "broadcast_in_dim" and value.bytes > SPREAD * sum(v.bytes for v in op.arrays):
             return not users & (LOOPS | UPDATES)
-        return users <= FUSED | REDUCTIONS and not (op.name in COSTLY and ends > 1)
+        return users <= FUSED | REDUCTIONS and (op.name not in COSTLY or len(ends) < 2 or self._at_once(ends))
+
+    def _at_once(self, ends: set[int]) -> bool:
+        """Whether one pass writes all that these operations store: an accelerator's does so with results."""
+        return not self.cpu and all(self.results.issuperset(self.ops[t].outputs) for t in ends)
 
     def peak(self) -> int:
         """The most bytes alive at a time."""
