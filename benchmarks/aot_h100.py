@@ -15,6 +15,8 @@ It fails if a program
   - spills registers in one of our kernels;
   - or if it is BACK of 8B at C = 2048 and needs more than parameters, gradients and 12 GiB.
 
+First it compiles programs that copy and that make such an array, and fails if these are not found.
+
 It says nothing about speed. Cases that FILE has already, of the same jax and the same programs, are not
 compiled again.
 """
@@ -25,20 +27,17 @@ import argparse
 import hashlib
 import json
 import math
-import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-# Where there is an llvm-symbolizer, the compiler may spend minutes in it.
-os.environ.setdefault("LLVM_DISABLE_SYMBOLIZATION", "1")
-
 # Sets the compiler's flags, so it comes before JAX.
 from aot_kernels import DUMP, GPUS, KERNELS, assembled  # isort: skip
+from aot_hlo import stored  # isort: skip
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, SingleDeviceSharding
 
@@ -63,8 +62,6 @@ TARGET: Final = ("qwen3-8b", 2048, "pallas")
 TARGET_GIB: Final = 12  # beside parameters and gradients
 GPU: Final = GPUS["h100"]
 KERNELS_OF: Final = {"push": KERNELS[:1], "back": KERNELS}
-BYTES: Final = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f64": 8, "s64": 8, "u64": 8}  # others: 4
-IN_PLACE: Final = ("parameter", "get-tuple-element", "while", "bitcast", "conditional", "tuple")
 
 
 @dataclass(frozen=True)
@@ -153,66 +150,64 @@ def measure(case: Case, known: dict[str, Any]) -> dict[str, Any]:
         for file in Path(DUMP.name).glob("*.ptx"):
             file.unlink()
         compiled = program.lowered.compile()
-        counted, instructions = peak_bytes(compiled), list(stored(compiled.as_text()))
+        counted = peak_bytes(compiled)
         row[name] = {
             "predicted": program.predicted,
             "counted": counted,
             "deviation": round(counted / program.predicted - 1, 4),
             "temporary": compiled.memory_analysis().temp_size_in_bytes,
-            "large_copies": [
-                str(one) for one in instructions if one.copies and one.bytes >= program.copy_limit
-            ],
-            "new_heads": [str(one) for one in instructions if one.makes("f32", program.head)],
+            **found_in(compiled.as_text(), program.copy_limit, program.head),
             "kernels": dict(assembled(GPU)) if case.method == "pallas" else {},
         }
     peak = max(row[name]["counted"] for name in found)
     return row | {"peak_gib": round(peak / GIB, 2), "sha256": digest.hexdigest()}
 
 
-@dataclass(frozen=True)
-class Instruction:
-    """One instruction of a compiled program whose result is an array in memory."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    opcode: str
-    operands: tuple[tuple[str, tuple[int, ...]], ...]
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * BYTES.get(self.dtype, 4)
-
-    @property
-    def copies(self) -> bool:
-        """Whether it is a copy, or a fusion that the compiler made of one."""
-        return self.opcode.startswith("copy") or (self.opcode == "fusion" and "copy" in self.name)
-
-    def makes(self, dtype: str, shape: tuple[int, ...]) -> bool:
-        """Whether its result is such an array, and none that it was given: then it can't be in place."""
-        made = self.opcode not in IN_PLACE and (self.dtype, self.shape) == (dtype, shape)
-        return made and (dtype, shape) not in self.operands
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.dtype}{list(self.shape)}"
+def found_in(text: str, copy_limit: int, head: tuple[int, ...]) -> dict[str, list[str]]:
+    """What must not be in a compiled program: large copies, and new arrays like the LM head."""
+    arrays = list(stored(text))
+    return {
+        "large_copies": [str(one) for one in arrays if one.copies and one.bytes >= copy_limit],
+        "new_heads": [str(one) for one in arrays if one.makes("f32", head)],
+    }
 
 
-def stored(text: str) -> Iterator[Instruction]:
-    """The instructions of a compiled program, but for those inside fusions: those stay in registers."""
-    fused = set(re.findall(r"fusion\(.*?calls=(%[\w.\-]+)", text))
-    made: dict[str, tuple[str, tuple[int, ...]]] = {}
-    inside = False
-    for line in text.splitlines():
-        if header := re.match(r"(?:ENTRY )?(%[\w.\-]+) .*\{$", line):
-            inside = header[1] in fused
-        found = re.match(r"\s+(?:ROOT )?(%[\w.\-]+) = (\w+)\[([\d,]*)\]\S* ([\w\-]+)\((.*?)\)", line)
-        if found is None or inside:
-            continue
-        name, dtype, sizes, opcode, operands = found.groups()
-        shape = tuple(map(int, filter(None, sizes.split(","))))
-        made[name] = dtype, shape
-        given = (made[each] for each in re.findall(r"%[\w.\-]+", operands) if each in made)
-        yield Instruction(name, dtype, shape, opcode, tuple(given))
+def prove_what_is_looked_for_is_found() -> None:
+    """Compiles two programs that do what must not be done, and two that do the same as they should.
+
+    Raises:
+      RunError: what must not be is not found, or found where it is not.
+    """
+    where, head = SingleDeviceSharding(GPU.device()), (4096, 512)
+    total = jax.ShapeDtypeStruct(head, "float32", sharding=where)
+    rows = [jax.ShapeDtypeStruct((256, width), "bfloat16", sharding=where) for width in head]
+
+    def product(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.dot(x.T, y, preferred_element_type="float32")
+
+    def keeps_the_old(total: jax.Array, x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
+        return total, total.at[0].add(1.0)
+
+    def adds_in_place(total: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+        return total.at[0].add(1.0)
+
+    def stores_the_product(total: jax.Array, x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
+        new = product(x, y)
+        return total + new * new.max(), new.sum()
+
+    def adds_the_product(total: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+        return total + product(x, y)
+
+    for program, expected in (
+        (keeps_the_old, "large_copies"),
+        (adds_in_place, None),
+        (stores_the_product, "new_heads"),
+        (adds_the_product, None),
+    ):
+        lowered = jax.jit(program, donate_argnums=0).trace(total, *rows).lower(lowering_platforms=("cuda",))
+        found = found_in(lowered.compile().as_text(), math.prod(head) * 4, head)
+        if [name for name, arrays in found.items() if arrays] != [expected] * (expected is not None):
+            raise RunError(f"{program.__name__}: expected {expected}, found {found}")
 
 
 def check(row: dict[str, Any]) -> None:
@@ -249,11 +244,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a JSON file, all cases; those in it are not compiled again")
     args = parser.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)  # a program from the cache leaves no PTX
+    prove_what_is_looked_for_is_found()
     rows: dict[Case, dict[str, Any]] = {}
     if args.out is not None and args.out.exists():
-        stored = json.loads(args.out.read_text(encoding="utf-8"))
-        if stored["jax"] == jax.__version__:
-            rows = {Case(row["model"], row["chunk"], row["method"]): row for row in stored["cases"]}
+        before = json.loads(args.out.read_text(encoding="utf-8"))
+        if before["jax"] == jax.__version__:
+            rows = {Case(row["model"], row["chunk"], row["method"]): row for row in before["cases"]}
     for case in asked(args):
         rows[case] = measure(case, rows.get(case, {}))
         print(json.dumps(rows[case]), flush=True)

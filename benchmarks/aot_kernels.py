@@ -29,9 +29,12 @@ DUMP: Final = tempfile.TemporaryDirectory()  # where the compiler leaves PTX; it
 DUMP_FLAGS: Final = f"--xla_dump_to={DUMP.name} --xla_dump_emitter_re=.*"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DUMP_FLAGS}"
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+# Where there is an llvm-symbolizer, the compiler may spend minutes in it.
+os.environ.setdefault("LLVM_DISABLE_SYMBOLIZATION", "1")
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+from aot_hlo import stored  # noqa: E402
 from jax import lax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding  # noqa: E402
@@ -193,8 +196,8 @@ def measure(gpu: Gpu, head_dim: int, dtype: str) -> dict[str, Any]:
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("device",), abstract_device=target)):
         lowered = jax.jit(run, donate_argnums=(3, 4)).trace(*arguments).lower(lowering_platforms=("cuda",))
         compiled = lowered.compile()
-    stack = ",".join(map(str, arguments[1].shape))
-    copies = re.findall(rf"= \(?\w+\[{stack}\]\S* (?:copy|copy-start|fusion)\(", compiled.as_text())
+    stacks = [one for one in stored(compiled.as_text()) if one.shape == arguments[1].shape]
+    copies = [one for one in stacks if one.copies or one.opcode == "fusion"]
     tiles = choose_tiles(head_dim, dtype, gpu.capability)
     return {
         "device": gpu.name,

@@ -318,9 +318,9 @@ def _dkv_kernel(
                 query = _queries(i, tile)
                 visible = (start[:, None] <= query[None]) & (query[None] < end[:, None])
                 p = jnp.where(visible, p, 0.0)
-            dv = dv + _dot(p.astype(do.dtype), do)
             ds = p * (_dot(v, do.T) - delta_ref[head, rows][None])
-            return dk + _dot(ds.astype(q.dtype), q), dv
+            dk = dk + _dot(ds.astype(q.dtype), q)
+            return dk, dv + _dot(p.astype(do.dtype), do)
 
         zeros = jnp.zeros(k.shape, jnp.float32)
         dk, dv = _visit_all(visit, counts_ref, (zeros, zeros), times=group)
