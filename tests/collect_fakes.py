@@ -37,6 +37,7 @@ class FakeGenerator:
         self.version = 0
         self.seconds, self.fault = seconds, fault
         self.seen: Counter[int] = Counter()
+        self.asked: list[tuple[int, int]] = []  # (seed, how many calls were running) of every call, in order
         self.running = 0
         self.most_running = 0
         self.weights: list[object] = []
@@ -45,6 +46,7 @@ class FakeGenerator:
     async def generate(self, prompt: np.ndarray, sampling: Sampling, *, seed: int) -> Completion:
         fault = self.fault(seed, self.seen[seed])
         self.seen[seed] += 1
+        self.asked.append((seed, self.running))
         self.running += 1
         self.most_running = max(self.running, self.most_running)
         began = self.version

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dta_jax.collect.episodes import EpisodeFailure, EpisodeRunner
+from dta_jax.collect.lockstep import Lockstep
 from dta_jax.collect.order import derived_seed
 from dta_jax.collect.records import EpisodeRecord
 from dta_jax.collect.settings import Collect
@@ -29,6 +30,7 @@ def run(environment=None, generator=None, settings=QUICK, *, oldest=0, retried=N
             generator,
             settings,
             chat=None,
+            lockstep=Lockstep(on=True),
             newest_version=lambda: generator.version,
             oldest_version=lambda: oldest,
             progress=lambda: None,

@@ -1,10 +1,13 @@
 """The collector: deterministic when synchronous, bounded when ahead; nothing lost or doubled; no hang."""
 
+import asyncio
 import json
 import signal
 import threading
 import time
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,9 +16,13 @@ from dta_jax.collect.loop import Collected, Collector
 from dta_jax.collect.order import Place, TaskOrder
 from dta_jax.collect.settings import Collect
 from dta_jax.collect.stream import CollectError
+from dta_jax.envs.game import Hunt, TreasureHunt
+from dta_jax.envs.protocol import Answer, Step
 from dta_jax.errors import InputError
+from dta_jax.generation.local import LocalSampler
 from dta_jax.generation.protocol import Sampling
 from tests.collect_fakes import FakeEnvironment, FakeGenerator, Seconds, log_normal
+from tests.trees import make_model
 
 SEED, BATCH, SIZE = 3, 2, 3
 
@@ -81,6 +88,58 @@ def test_a_synchronous_run_does_not_depend_on_who_finishes_first(skip_equal):
     assert len(set(expected)) == 4
     assert all(digests(salt) == expected for salt in (100, 200))
     assert any(resampled for _, resampled in expected) == skip_equal
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_concurrent": 4}, {"skip_equal": True, "max_resampled": 2}])
+def test_in_lockstep_the_engine_is_asked_in_one_order(changes):
+    def asked(salt: int, *, lockstep: bool) -> list[tuple[int, int]]:
+        generator = FakeGenerator(slow(salt + 1))
+        run(
+            4,
+            environment=FakeEnvironment(seconds=slow(salt)),
+            generator=generator,
+            lockstep=lockstep,
+            **changes,
+        )
+        return generator.asked
+
+    expected = asked(0, lockstep=True)
+    assert all(asked(salt, lockstep=True) == expected for salt in (100, 200, 300))
+    assert asked(100, lockstep=False) != asked(0, lockstep=False)
+    together = [1 + running for _, running in expected]
+    assert max(together) == min(BATCH * SIZE, changes.get("max_concurrent", BATCH * SIZE))
+
+
+def test_in_lockstep_the_local_sampler_repeats_a_run_bit_for_bit(monkeypatch):
+    model, params = make_model(vocab_size=64)
+
+    def digests(salt: int) -> list[str]:
+        rng, step = np.random.default_rng(salt), Hunt.step
+
+        async def thinking(hunt: Hunt, answer: Answer) -> Step:
+            await asyncio.sleep(rng.exponential(0.003))
+            return await step(hunt, answer)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Hunt, "step", thinking)
+            sampler = LocalSampler(rows=4, max_context=128, prefill_chunk=32, decode_steps=2)
+            drawing = {"lockstep": True, "sampling": Sampling(max_new_tokens=5), "stuck_after": 200.0}
+            with collector(TreasureHunt(tasks=3), sampler.make(model, params), **drawing) as c:
+                first = c.batch(1).rollouts
+                c.publish(jax.tree.map(lambda leaf: leaf * jnp.float32(1.05), params), 1)
+                return [first.digest(), c.batch(2).rollouts.digest()]
+
+    expected = digests(0)
+    assert all(digests(salt) == expected for salt in (1, 2))
+
+
+def test_in_lockstep_failures_hold_nobody_up_for_good():
+    environment = FakeEnvironment(fault=lambda seed, count: "raise" if seed % 3 == 0 and count < 2 else "")
+    generator = FakeGenerator(fault=lambda seed, count: "hang" if seed % 5 == 0 and not count else "")
+    batches = run(3, environment=environment, generator=generator, lockstep=True, episode_timeout=0.3)
+    assert sum(batch.metrics["episodes_retried"] for batch in batches) > 0
+    for batch in batches:
+        check_groups(batch)
 
 
 def test_a_synchronous_run_goes_through_the_tasks_as_planned():

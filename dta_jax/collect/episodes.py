@@ -12,16 +12,18 @@ and one that swallows its cancellation can't be stopped.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
 from dta_jax.chat import Chat
+from dta_jax.collect.lockstep import Lockstep
 from dta_jax.collect.order import derived_seed
 from dta_jax.collect.records import Call, Ending, EpisodeRecord
 from dta_jax.collect.settings import Collect
@@ -65,6 +67,7 @@ class EpisodeRunner:
       generator: who answers.
       settings: limits, retries and sampling.
       chat: for environments that speak messages.
+      lockstep: tells a call when its turn is.
       newest_version: of weights that an engine may have by now.
       oldest_version: tokens of older weights make the rest of an episode worthless.
       progress: called after every model call and every step of an environment that was completed.
@@ -79,6 +82,7 @@ class EpisodeRunner:
         settings: Collect,
         *,
         chat: Chat | None,
+        lockstep: Lockstep,
         newest_version: Callable[[], int],
         oldest_version: Callable[[], int],
         progress: Callable[[], None],
@@ -87,7 +91,7 @@ class EpisodeRunner:
     ):
         self._environment, self._generator, self._settings = environment, generator, settings
         self._speaker = Speaker(chat, settings.sampling.stop_tokens)
-        self._free = asyncio.Semaphore(settings.max_concurrent)
+        self._free, self._lockstep = asyncio.Semaphore(settings.max_concurrent), lockstep
         self._newest_version, self._oldest_version = newest_version, oldest_version
         self._progress, self._retried, self._judged_in = progress, retried, judged
 
@@ -116,7 +120,7 @@ class EpisodeRunner:
 
     async def _attempt(self, task: int, trial: int, seed: int) -> EpisodeRecord:
         seconds = self._settings.episode_timeout
-        async with self._free:
+        async with self._leave_to_begin():
             episode = self._fresh(task, seed)
             try:
                 async with asyncio.timeout(seconds) as limit:
@@ -127,6 +131,16 @@ class EpisodeRunner:
                 raise EpisodeFailure("timeout", f"not over after {seconds:g} s") from None
             finally:
                 await _close(episode)
+
+    @contextlib.asynccontextmanager
+    async def _leave_to_begin(self) -> AsyncIterator[None]:
+        """While one of the `max_concurrent` episodes runs."""
+        with self._lockstep.parked() if self._free.locked() else contextlib.nullcontext():
+            await self._free.acquire()
+        try:
+            yield
+        finally:
+            self._free.release()
 
     async def _converse(self, episode: Episode, task: int, trial: int, seed: int) -> EpisodeRecord:
         threads, calls = Threads(self._speaker), list[Call]()
@@ -142,6 +156,7 @@ class EpisodeRunner:
             sampling = self._with_room(len(prompt))
             if sampling is None:
                 return self._unfinished("max_context", task, trial, calls)
+            await self._lockstep.turn(task, trial, seed)
             made = await self._generate(prompt, sampling, derived_seed(seed, len(calls)))
             threads.answered(observation.thread, made.tokens)
             answer = Answer(made.tokens, self._speaker.text(made.tokens), made.stop_reason == "length")

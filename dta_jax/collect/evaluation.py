@@ -23,6 +23,7 @@ import numpy as np
 
 from dta_jax.chat import Chat
 from dta_jax.collect.episodes import EpisodeFailure, EpisodeRunner, first_cause
+from dta_jax.collect.lockstep import Lockstep
 from dta_jax.collect.order import derived_seed
 from dta_jax.collect.records import EpisodeRecord, rollouts_from_episodes
 from dta_jax.collect.report import episode_metrics
@@ -93,11 +94,13 @@ async def evaluate_episodes(
     tasks = environment.num_tasks if how.tasks is None else how.tasks
     if tasks > environment.num_tasks:
         raise InputError("Evaluate", "tasks", expected=f"at most {environment.num_tasks}", actual=tasks)
+    lockstep = Lockstep(on=limits.lockstep)
     runner = EpisodeRunner(
         environment,
         generator,
         dataclasses.replace(limits, sampling=how.sampling),
         chat=chat,
+        lockstep=lockstep,
         newest_version=lambda: generator.version,
         oldest_version=lambda: 0,
         progress=progress,
@@ -113,6 +116,9 @@ async def evaluate_episodes(
     try:
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(one(t, k)) for t in range(tasks) for k in range(how.trials)]
+            party = lockstep.party(len(running))
+            for episode in running:
+                episode.add_done_callback(lambda episode: party.left())
     except BaseExceptionGroup as errors:
         raise first_cause(errors) from None
     results = [task.result() for task in running]

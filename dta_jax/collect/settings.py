@@ -37,6 +37,9 @@ class Collect:
       max_rejected: so many groups rejected in a row, without one accepted, end the run.
       stuck_after: seconds without a model call or a step of an environment completed that end the run.
       max_concurrent: the most episodes that run at a time.
+      lockstep: calls are held until every episode waits for the engine, and start together. A synchronous
+        run on the local sampler then repeats itself bit for bit, however long the environment's steps take;
+        without it, to rounding. Every turn waits for the slowest episode.
       skip_equal: groups whose episodes all earned the same are replaced by other tasks (DAPO's dynamic
         sampling): they have no gradient under group-relative advantages.
       max_resampled: the most groups replaced in that way per batch; after that, equal ones fill it.
@@ -55,6 +58,7 @@ class Collect:
     max_rejected: int = 64
     stuck_after: float = 900.0
     max_concurrent: int = 256
+    lockstep: bool = False
     skip_equal: bool = False
     max_resampled: int = 64
 
@@ -70,6 +74,8 @@ class Collect:
         self._check("max_context", self.max_context is None or self.max_context >= 2, "None or at least 2")
         finite = self.unfinished_reward is None or math.isfinite(self.unfinished_reward)
         self._check("unfinished_reward", finite, "None or a finite number")
+        repeats = not self.lockstep or self.max_staleness == 0
+        self._check("lockstep", repeats, "False with max_staleness above 0, where weights come at any time")
         differs = not self.skip_equal or self.group_size > 1
         self._check("skip_equal", differs, "False for groups of 1, whose rewards never differ")
 

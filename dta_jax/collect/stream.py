@@ -17,6 +17,7 @@ import numpy as np
 from dta_jax.chat import Chat
 from dta_jax.collect.admission import Admission
 from dta_jax.collect.episodes import EpisodeFailure, EpisodeRunner, first_cause
+from dta_jax.collect.lockstep import Lockstep, Party
 from dta_jax.collect.order import Place, TaskOrder
 from dta_jax.collect.records import SOURCE, Group, group_of_episodes, groups_from_json
 from dta_jax.collect.report import Tally
@@ -69,11 +70,13 @@ class GroupStream:
         self._generator, self._settings, self._order = generator, settings, order
         self._admission = self._fresh_admission(step=0)
         self._newest_version = generator.version
+        self._lockstep = Lockstep(on=settings.lockstep)
         self._runner = EpisodeRunner(
             environment,
             generator,
             settings,
             chat=chat,
+            lockstep=self._lockstep,
             newest_version=lambda: self._newest_version,
             oldest_version=self._oldest_useful_version,
             progress=self.note_progress,
@@ -199,9 +202,10 @@ class GroupStream:
     def _start_groups(self) -> None:
         while self._fatal is None and self._admission.capacity > 0:
             place = self._admission.start()
-            task = asyncio.get_running_loop().create_task(self._run_group(place))
+            party = self._lockstep.party(self._settings.group_size)
+            task = asyncio.get_running_loop().create_task(self._run_group(place, party))
             self._tasks[place] = task
-            task.add_done_callback(functools.partial(self._ended, place))
+            task.add_done_callback(functools.partial(self._ended, place, party))
         self._note_queue()
 
     def _note_queue(self) -> None:
@@ -215,7 +219,7 @@ class GroupStream:
         full = self._settings.max_staleness > 0 and not self._tasks and self._admission.capacity <= 0
         self._full_since = now if full else None
 
-    async def _run_group(self, place: Place) -> None:
+    async def _run_group(self, place: Place, party: Party) -> None:
         task, order = self._order.task(place), self._order
         try:
             async with asyncio.TaskGroup() as episodes:
@@ -223,6 +227,8 @@ class GroupStream:
                     episodes.create_task(self._runner.run(task, trial, order.episode_seed(place, trial)))
                     for trial in range(self._settings.group_size)
                 ]
+                for episode in running:
+                    episode.add_done_callback(lambda episode: party.left())
         except* EpisodeFailure as failures:
             failure = failures.exceptions[0]
             assert isinstance(failure, EpisodeFailure)  # a flat group: every episode is one task
@@ -252,7 +258,7 @@ class GroupStream:
                 f"{self._rejected_in_row} groups rejected in a row, none accepted; the last one: {failure}"
             )
 
-    def _ended(self, place: Place, task: asyncio.Task[None]) -> None:
+    def _ended(self, place: Place, party: Party, task: asyncio.Task[None]) -> None:
         """A group's task is over, in whatever way."""
         del self._tasks[place]
         if task.cancelled():
@@ -261,6 +267,7 @@ class GroupStream:
         if error is not None and self._fatal is None:
             self._fatal = first_cause(error)
         self._start_groups()
+        party.over()
         self._changed.set()
 
     def _drop_stale(self, step: int) -> None:
