@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import multihost
 
 from dta_jax.errors import InputError, RunError
+from dta_jax.signals import Stopped, waiting
 
 T = TypeVar("T")
 _SMALLEST: Final = 4096  # bytes; sent in few sizes, since each one is compiled
@@ -33,20 +34,25 @@ def on_first(call: Callable[[], T]) -> T:
     Raises:
       InputError, RunError: what the call raised; in the other processes a RunError with its text. Whatever
         else it raises ends process 0, and the others with it.
+      Stopped: a signal came while process 0 was at it, inside `StopSignals.interrupting`; in all.
     """
     if jax.process_count() == 1:
         return call()
     if jax.process_index() > 0:
         answer = msgpack_restore(_sent(b""))
+        if answer["stopped"]:
+            raise Stopped
         if answer["failure"] is not None:
             raise RunError(f"process 0: {answer['failure']}")
         return answer["value"]
     try:
-        value = call()
-    except (InputError, RunError) as error:
-        _sent(msgpack_serialize({"value": None, "failure": str(error)}))
+        with waiting():
+            value = call()
+    except (InputError, RunError, Stopped) as error:
+        stopped = isinstance(error, Stopped)
+        _sent(msgpack_serialize({"value": None, "failure": str(error), "stopped": stopped}))
         raise
-    _sent(msgpack_serialize({"value": value, "failure": None}))
+    _sent(msgpack_serialize({"value": value, "failure": None, "stopped": False}))
     return value
 
 

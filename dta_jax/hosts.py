@@ -22,14 +22,16 @@ from typing import Any, Final
 
 import jax
 import numpy as np
+from jax._src import distributed  # the only way to the key-value store that all processes share
 from jax.experimental import multihost_utils
 
-from dta_jax.errors import InputError
+from dta_jax.errors import EXIT_INTERRUPTED, InputError
 
 COORDINATOR, PROCESSES, PROCESS = "DTA_COORDINATOR", "DTA_PROCESSES", "DTA_PROCESS"
 HEARTBEAT_SECONDS: Final = 20
 CONNECT_SECONDS: Final = 120
 EXIT_LOST_PROCESS: Final = 3
+_LOOPBACK: Final = ("127.", "localhost:", "[::1]:")
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,14 @@ def connect(hosts: Hosts | None) -> None:
     """
     if hosts is None:
         return
+    # JAX's own answer to SIGTERM is to take note and to go on; `dta_jax.signals` has ours.
+    jax.config.update("jax_enable_preemption_service", False)
+    # JAX listens on every interface unless it is told one; those of one machine need none but loopback.
+    alone = hosts.coordinator.startswith(_LOOPBACK)
     try:
         jax.distributed.initialize(
             hosts.coordinator,
+            coordinator_bind_address=hosts.coordinator if alone else None,
             num_processes=hosts.processes,
             process_id=hosts.process,
             initialization_timeout=CONNECT_SECONDS,
@@ -100,18 +107,47 @@ def connect(hosts: Hosts | None) -> None:
 
 def answer_of_process_0(answer: bool) -> bool:
     """What process 0 says, on all of them, which have to ask together."""
+    return bool(number_of_process_0(answer))
+
+
+def number_of_process_0(number: int) -> int:
+    """The number, below 2^31, that process 0 says, on all of them, which have to ask together."""
     if jax.process_count() == 1:
-        return answer
-    return bool(multihost_utils.broadcast_one_to_all(np.array(answer)))
+        return number
+    return int(multihost_utils.broadcast_one_to_all(np.array(number, np.int32)))
+
+
+def tell_process_0(key: str, number: int) -> None:
+    """Leaves a number where process 0 finds it, from any thread and without waiting for anyone."""
+    _shared().key_value_set(key, str(number), allow_overwrite=True)
+
+
+def told_process_0(key: str) -> int | None:
+    """The number that `tell_process_0` left; None before."""
+    try:
+        return int(_shared().key_value_try_get(key))
+    except jax.errors.JaxRuntimeError:  # not found
+        return None
+
+
+def _shared() -> Any:
+    """The key-value store of the processes."""
+    return distributed.global_state.client
 
 
 def guarded(main: Callable[[], Any]) -> None:
     """Runs a command; if a collective fails for want of another process: traceback, a line, exit status 3.
 
-    Ends the process at once: closing down in order would wait for the one that is lost.
+    Ends the process at once: closing down in order would wait for the one that is lost, or, after Ctrl-C, for
+    those that know nothing of it.
     """
     try:
         main()
+    except KeyboardInterrupt:
+        if not jax.distributed.is_initialized():
+            raise
+        print("interrupted", file=sys.stderr, flush=True)
+        os._exit(EXIT_INTERRUPTED)
     except jax.errors.JaxRuntimeError as error:
         if jax.process_count() == 1:
             raise

@@ -1,6 +1,7 @@
 """Two processes on loopback: the same numbers as one, and an end when one of them is lost."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from dta_jax.errors import InputError
 from dta_jax.hosts import EXIT_LOST_PROCESS, Hosts
+from dta_jax.metrics import read_metrics
 from dta_jax.optimizer import make_optimizer
 from dta_jax.settings import AdamW
 from tests.mesh.runs import LOSS, UNTIED, biased_and_shaken
@@ -78,6 +80,50 @@ def test_the_other_ends_when_a_process_is_killed(killed):
     assert survivor.returncode == EXIT_LOST_PROCESS, stderr
     last = stderr.strip().splitlines()[-1]
     assert last.startswith(f"error: process {1 - killed}: a step failed; is another process lost?"), stderr
+
+
+def wait_until(condition):
+    end = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path):
+    processes = start_two("stop", str(tmp_path))
+    metrics = tmp_path / "metrics.jsonl"
+    try:
+        wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 2)
+        processes[1].send_signal(signal.SIGTERM)
+        written = [process.communicate(timeout=LIMIT_SECONDS)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [143, 143], written
+    step = len(read_metrics(metrics))
+    said = f"stopped by SIGTERM after step {step}, which is saved; the same command goes on"
+    assert [text.splitlines()[-1] for text in written] == [said, said]
+    assert (tmp_path / "checkpoints" / str(step) / "state").is_dir()
+
+
+def test_what_process_0_waits_for_is_given_up_and_a_second_signal_ends_at_once():
+    processes = start_two("stop-twice")
+    other = processes[1]
+    try:
+        while other.stderr.readline() not in ("ready\n", ""):
+            pass
+        other.send_signal(signal.SIGTERM)
+        for process in processes:
+            while (line := process.stderr.readline()) not in ("stopped by SIGTERM\n", ""):
+                pass
+            assert line, process.wait()
+        other.send_signal(signal.SIGTERM)
+        assert other.communicate(timeout=LIMIT_SECONDS)[1].splitlines() == ["terminated"]
+        assert other.returncode == 143
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 def test_hosts_are_read_from_the_environment():
