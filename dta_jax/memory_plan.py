@@ -7,7 +7,7 @@
                 of equal ones, the one that needs least
 
 Without a trie, one sequence of the longest length stands for the batch. Then keeping residuals always pays.
-On a mesh no residuals are kept, and the whole batch's schedule stands for those of the ranks.
+On a mesh the whole batch's schedule stands for those of the ranks.
 """
 
 from __future__ import annotations
@@ -143,8 +143,6 @@ def choose_plan(
     if trie is None or entry_row is None:
         trie, entry_row = build_trie([np.arange(setup.longest, dtype=np.int32)]), np.zeros(0, np.int32)
     strategies = PREDICTED if strategy == AUTO else (strategy,)
-    if strategy == AUTO and setup.mesh != MeshShape():
-        strategies = PREDICTED[:1]
     candidates = []
     for chunk in _useful(chunks, trie.num_rows):
         for name in strategies:

@@ -143,7 +143,7 @@ def predict_memory(setup: Setup, chunk_size: int, strategy: str) -> Prediction:
     Args:
       setup: the run.
       chunk_size: C.
-      strategy: `packed` or `packed+keep`; a mesh keeps no residuals.
+      strategy: `packed` or `packed+keep`.
 
     Raises:
       InputError: another strategy, or a `tensor` axis that does not divide the model.
@@ -151,7 +151,7 @@ def predict_memory(setup: Setup, chunk_size: int, strategy: str) -> Prediction:
     if strategy not in PREDICTED:
         raise InputError("memory", "strategy", expected=" or ".join(PREDICTED), actual=repr(strategy))
     fixed = fixed_bytes(setup)
-    steps = Steps.of(setup, chunk_size, keep=strategy.endswith("+keep") and _is_single(setup.mesh))
+    steps = Steps.of(setup, chunk_size, keep=strategy.endswith("+keep"))
     temporaries = {kind: steps.temporaries(kind, setup.platform) for kind in (PUSH, BACK)}
     residuals = min(steps.residual_bytes(), temporaries[BACK])
     parts = Parts(

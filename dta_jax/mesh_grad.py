@@ -8,6 +8,9 @@ and per operation over the branches, each a step with one width:
         while this is operation o's branch:   push or back on the rank's stack, cotangents, gradients
     reduce-scatter the gradients over `data`
 
+Where every row is pushed (`packed+keep`), the carry also holds what PUSH computed, by slot of the rank's own
+stack, and BACK runs nothing a second time.
+
 Until the last line nothing is exchanged over `data`, so ranks need not be in step. What is exchanged over
 `tensor` (`dta_jax.tensor_axis`) stays among ranks that share one table.
 
@@ -30,10 +33,10 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 
-from dta_jax.entry_blocks import LossFn, Outputs
+from dta_jax.entry_blocks import LossFn, Outputs, evaluate_entries
 from dta_jax.mesh_plan import MeshPlan, Operations, branches, stack_operations
 from dta_jax.model import DecoderModel, Numbers, Params, require_policy
-from dta_jax.segment import num_keys
+from dta_jax.segment import Residuals, Stack, empty_residuals, num_keys
 from dta_jax.sharding import (
     DATA,
     Specs,
@@ -45,7 +48,16 @@ from dta_jax.sharding import (
     ranks_sharding,
     split_over,
 )
-from dta_jax.tree_grad import back, in_callers_order, push, start, start_forward
+from dta_jax.tree_grad import (
+    Back,
+    back,
+    back_kept,
+    in_callers_order,
+    push,
+    push_keeping,
+    start,
+    start_forward,
+)
 from dta_jax.tree_inputs import Entries, Op
 from dta_jax.types import BACK
 
@@ -153,6 +165,9 @@ def mesh_forward(
 ) -> Numbers:
     """What the head finds for every entry, [E], by the gradient's own operations, run forward only.
 
+    With the same weights these are the gradient's numbers to the last bit. Where residuals are kept, PUSH has
+    run every row, and BACK only evaluates entries.
+
     Args: as in `mesh_value_and_grad` and `tree_forward`.
     """
     values = {"weight": np.ones(plan.num_entries)}
@@ -210,6 +225,7 @@ class _Program(NamedTuple):
     model: DecoderModel  # as one `tensor` rank sees it
     first: int
     branches: tuple[tuple[int, int], ...]
+    keeps: bool  # residuals, from each row's PUSH to its BACK
     compute: tuple[PartitionSpec, ...]  # of the parameters' leaves
     master: tuple[PartitionSpec, ...]
 
@@ -220,6 +236,7 @@ class _Program(NamedTuple):
             split_over(mesh, model),
             plan.stack_slots,
             branches(plan.chunk_size),
+            plan.keep_residuals,
             tuple(jax.tree.leaves(compute_specs(model, params))),
             tuple(jax.tree.leaves(master_specs(model, params, mesh))),
         )
@@ -253,14 +270,23 @@ def _value_and_grad(
     def run(params: Params, operations: Operations, entries: Entries) -> tuple[Outputs, Params]:
         operations, entries = _own((operations, entries))
 
-        def step(kind: int, carry: Any, op: Op) -> Any:
-            if kind == BACK:
-                return back(model, loss_fn, params, carry, op, entries, program.first)
-            stack, outputs = push(model, params, (carry.stack, carry.outputs), op, entries, program.first)
-            return carry._replace(stack=stack, outputs=outputs)
+        def step(kind: int, both: tuple[Back, Residuals | None], op: Op) -> tuple[Back, Residuals | None]:
+            carry, kept = both
+            if kept is None:
+                if kind == BACK:
+                    return back(model, loss_fn, params, carry, op, entries, program.first), None
+                own = carry.stack, carry.outputs
+                stack, outputs = push(model, params, own, op, entries, program.first)
+            elif kind == BACK:
+                return back_kept(model, loss_fn, params, (carry, kept), op, entries, program.first)
+            else:
+                state = carry.stack, carry.outputs, kept
+                stack, outputs, kept = push_keeping(model, params, state, op, entries, program.first)
+            return carry._replace(stack=stack, outputs=outputs), kept
 
         carry = start(model, params, len(entries.token), program.keys())
-        carry = _run_table(operations, program.branches, step, carry)
+        kept = empty_residuals(model, params, carry.stack) if program.keeps else None
+        carry, _ = _run_table(operations, program.branches, step, (carry, kept))
         with jax.named_scope("reduce"):
             grads = jax.tree.map(_reduce, carry.grads, program.like_params(params, program.master))
         return jax.tree.map(lambda leaf: leaf[None], carry.outputs), grads
@@ -281,8 +307,9 @@ def _forward(program: _Program, params: Params, operations: Operations, entries:
     def run(params: Params, operations: Operations, entries: Entries) -> Outputs:
         operations, entries = _own((operations, entries))
 
-        def step(kind: int, carry: Any, op: Op) -> Any:
-            return push(program.model, params, carry, op, entries, program.first)
+        def step(kind: int, carry: tuple[Stack, Outputs], op: Op) -> tuple[Stack, Outputs]:
+            run_rows = _evaluate_pushed if program.keeps and kind == BACK else push
+            return run_rows(program.model, params, carry, op, entries, program.first)
 
         carry = start_forward(program.model, params, len(entries.token), program.keys())
         _, outputs = _run_table(operations, program.branches, step, carry)
@@ -292,6 +319,17 @@ def _forward(program: _Program, params: Params, operations: Operations, entries:
     return jax.shard_map(run, mesh=program.mesh, in_specs=specs, out_specs=ranks, check_vma=False)(
         params, operations, entries
     )
+
+
+@jax.named_scope("evaluate")
+def _evaluate_pushed(
+    model: DecoderModel, params: Params, carry: tuple[Stack, Outputs], op: Op, entries: Entries, first: int
+) -> tuple[Stack, Outputs]:
+    """BACK of rows that were pushed, forward only: their hidden states are on the stack, so none is run."""
+    stack, outputs = carry
+    h = jnp.take(stack.h, op.rows.slot, axis=0, mode="fill", fill_value=0)
+    stack = stack._replace(h=lax.dynamic_update_slice_in_dim(stack.h, h, first, 0))
+    return stack, evaluate_entries(model, params, stack.h, op, entries, outputs)
 
 
 def _run_table(

@@ -55,6 +55,11 @@ class MeshPlan:
         return self.schedules[0].stack_slots
 
     @property
+    def keep_residuals(self) -> bool:
+        """Whether every rank pushes all its rows and keeps what their BACK needs."""
+        return self.schedules[0].keep_residuals
+
+    @property
     def num_entries(self) -> int:
         """E, entries of the whole batch."""
         return sum(map(len, self.entries))

@@ -104,8 +104,12 @@ def _loss(run: Run) -> str:
 
 
 def _plan(run: Run) -> str:
-    engine = run.learner.engine
-    return f"{engine.strategy}, chunks of {engine.chunk_size:,} tokens"
+    learner, engine = run.learner, run.learner.engine
+    plan = f"{engine.strategy}, chunks of {engine.chunk_size:,} tokens"
+    if engine.strategy not in PREDICTED:
+        return plan
+    kept = predict_memory(learner.setup, engine.chunk_size, engine.strategy).parts.kept_residuals
+    return f"{plan}, {_size(kept)} of residuals kept a device" if kept else plan
 
 
 def _attention(run: Run) -> str:

@@ -151,8 +151,7 @@ class Schedule:
       stack_slots: S, slots of the stack; every `slot` is below it.
       strategy: the name of the planner strategy that made the table.
       keep_residuals: whether every row is pushed before its BACK, so that what PUSH computed can be kept
-        by slot and BACK needs no second forward pass. The single-device driver does so; a mesh runs the
-        same table without keeping, which is exact too.
+        by slot and BACK needs no second forward pass.
     """
 
     trie: Trie

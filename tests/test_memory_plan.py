@@ -222,6 +222,16 @@ class TestSetups:
         assert half.working < 0.7 * whole.working
         assert half.stack < whole.stack
 
+    def test_tensor_ranks_share_kept_residuals_of_heads(self):
+        model = TINY.config
+        whole, half = (
+            predict_memory(Setup(TINY, "float32", 500, 300, MeshShape(2, tensor)), 256, "packed+keep").parts
+            for tensor in (1, 2)
+        )
+        by_heads = model.num_attention_heads * (model.head_dim + 1) * model.num_hidden_layers
+        shared = model.hidden_size * (model.num_hidden_layers + 1)
+        assert half.kept_residuals / whole.kept_residuals == (by_heads / 2 + shared) / (by_heads + shared)
+
     def test_equal_weights_are_not_counted_twice(self):
         optimizer = make_optimizer(AdamW())
         assert fixed_bytes(Setup(TINY, "float32", 9, 9, optimizer=optimizer)).parameters == 0
@@ -282,9 +292,15 @@ class TestChoice:
         }
         assert chunks == {256}
 
-    def test_a_mesh_keeps_no_residuals(self):
-        plan = choose_plan(Setup(TINY, "float32", 300, 50, MeshShape(2)), memory_budget=1.0, chunks=(32,))
-        assert [found.prediction.strategy for found in plan.candidates] == ["packed"]
+    def test_a_mesh_keeps_residuals_where_there_is_room(self):
+        setup = Setup(TINY, "float32", 300, 50, MeshShape(2, 2))
+        plan = choose_plan(setup, memory_budget=1.0, chunks=(32,))
+        packed, kept = plan.candidates
+        assert (packed.prediction.strategy, plan.strategy) == ("packed", "packed+keep")
+        assert kept.prediction.parts.kept_residuals > 0
+        assert "kept residuals" in str(plan)
+        between = (packed.needed + kept.needed) / 2 / GIB
+        assert choose_plan(setup, memory_budget=between, chunks=(32,)).strategy == "packed"
 
     def test_text(self):
         plan = self.choose(0.004)

@@ -23,10 +23,11 @@ def uneven():
     return Samples([s.astype(np.int32) for s in sequences], sequence, position)
 
 
-def plan_of(samples, ranks, cost=None, chunk_size=16):
+def plan_of(samples, ranks, cost=None, chunk_size=16, strategy="packed"):
     trie = build_trie(samples.sequences)
     rows = entry_rows(trie, samples.sequence, samples.position)
-    return plan_ranks(trie, samples.sequence, rows, ranks, chunk_size=chunk_size, cost=cost)
+    options = {"chunk_size": chunk_size, "strategy": strategy, "cost": cost}
+    return plan_ranks(trie, samples.sequence, rows, ranks, **options)
 
 
 def beside_the_long_run(plan):
@@ -45,6 +46,17 @@ def test_ranks_are_balanced_by_what_they_run_not_by_tokens():
     assert max(part.num_rows for part in parts) == 128
     assert max(loads) < 0.95 * max(compiled.of(part, np.ones(part.num_rows)) for part in parts)
     assert beside_the_long_run(plan) > 0
+
+
+def test_where_residuals_are_kept_no_row_is_forwarded_twice():
+    """Then a pushed row costs what any other does, and four short runs make the long one's rank even."""
+    plan = plan_of(uneven(), 2, CostModel(launch=0.0), strategy="packed+keep")
+    assert plan.keep_residuals
+    assert [schedule.trie.num_rows for schedule in plan.schedules] == [128, 128]
+    assert beside_the_long_run(plan) == 4
+    assert plan.assignment.report.cost.tolist() == [3 * 128, 3 * 128]
+    assert plan.forward_tokens_executed == plan.backward_tokens_executed == 256
+    assert not plan_of(uneven(), 2).keep_residuals
 
 
 def test_entries_and_context_count_as_the_model_says():

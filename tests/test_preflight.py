@@ -1,6 +1,7 @@
 """What a run says before it begins and when it is over, and that nothing is allocated for it."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import jax
@@ -58,6 +59,13 @@ def test_a_live_run_says_who_plays_and_who_answers():
     assert found["model"].endswith("; reference the starting weights")
     assert found["loss"] == "Sum with GroupNormalized"
     assert found["steps"].startswith("1 to ")
+
+
+def test_what_is_kept_is_said():
+    found = said(dataclasses.replace(PPO, planner=Planner(chunk_size=64, strategy="packed+keep")))
+    plan, kept = found["plan"].rsplit(", ", 1)
+    assert plan == "packed+keep, chunks of 64 tokens"
+    assert re.fullmatch(r"\d+ MiB of residuals kept a device", kept)
 
 
 def test_what_is_not_predicted_is_said():

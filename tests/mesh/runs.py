@@ -22,7 +22,7 @@ from dta_jax.types import Samples
 from tests.trees import CAPACITY, SLOTS, make_model
 
 LOSS = PPOClip(eps_low=0.2, eps_high=0.3)
-OPERATIONS = 32
+OPERATIONS = 64
 QWEN3: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 16}
 UNTIED = QWEN3 | {"tie_word_embeddings": False}
 BIASED = QWEN3 | {"model_type": "llama", "attention_bias": True, "mlp_bias": True}
@@ -46,16 +46,18 @@ def on_devices_apart(train: Train, devices: tuple[int, ...], mesh: MeshShape) ->
     return replace(train, rollouts=replace(train.rollouts, generator=generator), mesh=mesh)
 
 
-def plan_for(samples: Samples, ranks: int, chunk_size: int = 2) -> MeshPlan:
+def plan_for(samples: Samples, ranks: int, **options: Any) -> MeshPlan:
     trie = build_trie(samples.sequences)
     rows = entry_rows(trie, samples.sequence, samples.position)
-    return plan_ranks(trie, samples.sequence, rows, ranks, chunk_size=chunk_size, stack_slots=SLOTS)
+    return plan_ranks(
+        trie, samples.sequence, rows, ranks, **{"chunk_size": 2, "stack_slots": SLOTS} | options
+    )
 
 
-def run_mesh(shape: str, model: Qwen3, params: Params, samples: Samples) -> MeshResult:
+def run_mesh(shape: str, model: Qwen3, params: Params, samples: Samples, **options: Any) -> MeshResult:
     size = MeshShape.parse(shape)
     mesh = size.make()
     placed = place_params(mesh, model, params)
-    plan = plan_for(samples, size.data)
+    plan = plan_for(samples, size.data, **options)
     buckets = {"entry_capacity": CAPACITY, "max_operations": OPERATIONS}
     return mesh_value_and_grad(mesh, model, placed, plan, samples.values, LOSS, **buckets)
