@@ -165,8 +165,9 @@ def mesh_forward(
 ) -> Numbers:
     """What the head finds for every entry, [E], by the gradient's own operations, run forward only.
 
-    With the same weights these are the gradient's numbers to the last bit. Where residuals are kept, PUSH has
-    run every row, and BACK only evaluates entries.
+    With the same weights the log-probabilities are the gradient's own to the last bit (tested on CPUs), other
+    numbers to rounding: the sum of an entropy is compiled into another program. Where residuals are kept,
+    PUSH has run every row, and BACK only evaluates entries.
 
     Args: as in `mesh_value_and_grad` and `tree_forward`.
     """

@@ -17,7 +17,6 @@ waits for alone (`waiting`, in `dta_jax.first_process`); then it tells the other
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import os
 import select
@@ -114,11 +113,14 @@ class StopSignals:
 
     def _hear(self, hears: int) -> None:
         first, heard, echoes = jax.process_index() == 0, 0, 0
+        main = threading.main_thread().ident
+        assert main is not None
         while True:
             if not select.select([hears], [], [], _POLL_SECONDS)[0]:
                 if first and self._noticed is None and (told := told_process_0(_KEY)) is not None:
                     echoes += 1
-                    _thread.interrupt_main(signal.Signals(told))  # calls `_handle` there, and is heard here
+                    # A real signal, which wakes a wait for a lock: `_handle` is called, and it is heard here.
+                    signal.pthread_kill(main, told)
                 continue
             numbers = os.read(hears, 64)
             if not numbers:
