@@ -25,13 +25,11 @@ import numpy as np
 from jax import tree
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dta_jax.advantages import informative
 from dta_jax.chat import Chat
 from dta_jax.chat_template import load_template
 from dta_jax.collect.evaluation import Evaluate
 from dta_jax.collect.loop import Collected, Collector
 from dta_jax.collect.stream import Snapshot
-from dta_jax.episode_rows import episode_returns, episodes_of
 from dta_jax.errors import InputError, writing
 from dta_jax.first_process import on_first
 from dta_jax.generation.local import LocalSampler
@@ -42,7 +40,7 @@ from dta_jax.generation.spread import SpreadGenerator
 from dta_jax.generation.vllm import VLLM, vllm_generator
 from dta_jax.learner import Learner, TrainState
 from dta_jax.model import Params
-from dta_jax.objective import PreferencePairs, make_batch
+from dta_jax.objective import PreferencePairs, has_differences, make_batch
 from dta_jax.phases import note, phase
 from dta_jax.placement import sampling_devices
 from dta_jax.plan_ahead import PlanAhead
@@ -163,13 +161,13 @@ class LiveFeed:
                 "no episode has an answer: every first prompt fills the context of "
                 f"{self._learner.longest} tokens, or nothing is answered"
             )
-        if isinstance(self._learner.train.advantages, PreferencePairs):
-            group = rollouts.require("task_id")[episodes_of(rollouts)[0]]
-            if not informative(episode_returns(rollouts), group).any():
-                return (
-                    "there is no pair to prefer: rewards are equal within every group; "
-                    "Collect.skip_equal = True replaces such groups, as far as Collect.max_resampled allows"
-                )
+        objective = self._learner.train.objective
+        if isinstance(objective.credit, PreferencePairs) and not has_differences(rollouts, objective):
+            return (
+                f"there is no pair to prefer: there are no {objective.credit.needs}; "
+                "Collect.skip_equal = True replaces groups of equal rewards, as far as Collect.max_resampled "
+                "allows"
+            )
         return None
 
     def publish(self, state: TrainState, step: int) -> None:

@@ -24,6 +24,7 @@ from dta_jax.advantages import (
     entry_rewards,
     gae,
     group_normalized,
+    informative,
     kl_rewards,
     overlong_penalty,
     shaped_rewards,
@@ -153,7 +154,7 @@ class GAE:
 class PreferencePairs:
     """Pairs of a better and a worse episode of one group, for DPO: best with worst, second best with second
     worst, and so on, as long as their rewards differ by more than `margin`. An episode without a partner
-    takes no part.
+    takes no part. Rewards are those of `GroupNormalized`, without KL rewards.
 
     Attributes:
       margin: the least difference of rewards, exclusive.
@@ -163,6 +164,12 @@ class PreferencePairs:
 
     def __post_init__(self) -> None:
         check(self, "margin", 0 <= self.margin < math.inf, "a finite number, at least 0")
+
+    @property
+    def needs(self) -> str:
+        """What a batch must have, in words."""
+        by = f" by more than {self.margin:g}" if self.margin else ""
+        return f"two episodes of one group whose rewards differ{by}"
 
 
 Credit: TypeAlias = GroupNormalized | Returns | GAE | PreferencePairs
@@ -249,21 +256,18 @@ def make_batch(
     plain = samples_from_rollouts(rollouts)
     row, completion = (plain.values[name].astype(np.int64) for name in ("rollout", "completion"))
     token = rollouts.offsets[row] + plain.position
-    first_row, episode_of_row = episodes_of(rollouts)
-    episode = episode_of_row[row]
-    group = first_row if rollouts.task_id is None else rollouts.task_id[first_row].astype(np.int64)
-    reward = None
-    if rollouts.reward is not None:
-        reward = _shaped(rollouts, rollouts.reward[first_row], episode_of_row, objective.rewards)
+    episode = episodes_of(rollouts)[1][row]
+    group = _groups(rollouts)
+    reward = None if rollouts.reward is None else _shaped(rollouts, rollouts.reward, objective.rewards)
     known: dict[str, np.ndarray] = {}
     unit, taken = episode if how.unit == "rollout" else completion, np.arange(len(row))
     if isinstance(credit, PreferencePairs):
-        pair, preference = preference_pairs(_need(rollouts, reward), group, credit.margin)
+        earned = _need(rollouts, reward) + rewards_on_the_way(rollouts)
+        pair, preference = preference_pairs(earned, group, credit.margin)
         known["preference"] = preference[episode].astype(np.float32)
         unit, taken = pair[episode], np.flatnonzero(pair[episode] >= 0)
         if not taken.size:
-            expected = "two episodes of one group whose rewards differ"
-            raise InputError(rollouts.source, "reward", expected=expected, actual="none")
+            raise InputError(rollouts.source, "reward", expected=credit.needs, actual="none")
     if rollouts.logprobs is not None:
         known["old_logp"] = plain.values["old_logp"]
     if objective.temperature != 1:
@@ -366,12 +370,39 @@ def preference_pairs(
     return pair, preference
 
 
-def _shaped(rollouts: Rollouts, final: np.ndarray, episode_of_row: np.ndarray, how: Rewards) -> np.ndarray:
-    shaped = shaped_rewards(final, scale=how.scale, bias=how.bias, clip=how.clip)
+def has_differences(rollouts: Rollouts, objective: Objective) -> bool:
+    """Whether any group has rewards from which there is something to learn.
+
+    For `PreferencePairs` those are a pair's, for `GroupNormalized` that leaves out equal groups two that
+    differ; any others do for other kinds of credit.
+
+    Raises:
+      InputError: rewards are needed and missing.
+    """
+    credit = objective.credit
+    drops_equal = isinstance(credit, GroupNormalized) and credit.drops_equal
+    if not drops_equal and not isinstance(credit, PreferencePairs):
+        return True
+    earned = _shaped(rollouts, rollouts.require("reward"), objective.rewards) + rewards_on_the_way(rollouts)
+    if isinstance(credit, PreferencePairs):
+        return bool((preference_pairs(earned, _groups(rollouts), credit.margin)[0] >= 0).any())
+    return bool(informative(earned, _groups(rollouts)).any())
+
+
+def _groups(rollouts: Rollouts) -> np.ndarray:
+    """int64[N], the task of each episode; without tasks each is a group of its own."""
+    first = episodes_of(rollouts)[0]
+    return first if rollouts.task_id is None else rollouts.task_id[first].astype(np.int64)
+
+
+def _shaped(rollouts: Rollouts, reward: np.ndarray, how: Rewards) -> np.ndarray:
+    """The episodes' final rewards, float64[N], from the rows', float[R]."""
+    first, episode_of_row = episodes_of(rollouts)
+    shaped = shaped_rewards(reward[first], scale=how.scale, bias=how.bias, clip=how.clip)
     if how.overlong_max is None:
         return shaped
     row, start, end = rollouts.completion_spans.T
-    generated = np.bincount(episode_of_row[row], end - start, minlength=len(final))
+    generated = np.bincount(episode_of_row[row], end - start, minlength=len(first))
     return shaped + overlong_penalty(
         generated,
         max_tokens=how.overlong_max,

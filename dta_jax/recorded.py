@@ -16,13 +16,11 @@ from typing import TypeAlias
 import jax
 import numpy as np
 
-from dta_jax.advantages import informative
 from dta_jax.collect.evaluation import Evaluate
-from dta_jax.episode_rows import episodes_of
 from dta_jax.errors import InputError, writing
 from dta_jax.learner import Learner, TrainState, source_of
 from dta_jax.model import Params
-from dta_jax.objective import Batch, GroupNormalized, Objective, PreferencePairs, make_batch
+from dta_jax.objective import Batch, GroupNormalized, Objective, PreferencePairs, has_differences, make_batch
 from dta_jax.phases import phase
 from dta_jax.plan_ahead import PlanAhead
 from dta_jax.rollouts import Rollouts, load_rollouts, samples_from_rollouts
@@ -70,6 +68,7 @@ class RecordedSource:
       objective: how they become what the loss reads.
       entries: the most tokens with loss in a batch, counted per sequence.
       longest: tokens of the longest sequence.
+      left_out: tasks whose rewards do not differ enough, from which nothing can be learnt.
     """
 
     rollouts: Rollouts
@@ -78,6 +77,7 @@ class RecordedSource:
     objective: Objective
     entries: int
     longest: int
+    left_out: tuple[int, ...] = ()
 
     def batch(self, step: int, values: Mapping[str, np.ndarray] | None = None) -> Batch:
         """The batch of a step, from 1.
@@ -130,16 +130,14 @@ def load_source(train: Train, vocab_size: int) -> RecordedSource:
         rollouts.require("reward")
     if isinstance(credit, PreferencePairs | GroupNormalized):
         rollouts.require("task_id")
-    if isinstance(credit, PreferencePairs) or (isinstance(credit, GroupNormalized) and credit.drops_equal):
-        groups = [group for group in groups if _has_differences(rollouts, group)]
-        if not groups:
-            raise InputError(
-                rollouts.source,
-                "reward",
-                expected="a group whose rewards differ",
-                actual="equal rewards in every group",
-                hint="there is nothing to learn from them",
-            )
+    differs = [has_differences(rollouts.take(group.tolist()), objective) for group in groups]
+    if not any(differs):
+        expected = credit.needs if isinstance(credit, PreferencePairs) else "a group whose rewards differ"
+        raise InputError(
+            rollouts.source, "reward", expected=expected, actual="none", hint="there is nothing to learn from"
+        )
+    left_out = tuple(int(group_of[g[0]]) for g, use in zip(groups, differs, strict=True) if not use)
+    groups = [group for group, use in zip(groups, differs, strict=True) if use]
     groups = groups[: train.max_groups]
     if len(groups) < batch_groups:
         raise InputError(
@@ -158,6 +156,7 @@ def load_source(train: Train, vocab_size: int) -> RecordedSource:
         objective=objective,
         entries=int(largest.sum()),
         longest=max(int(longest[group].max()) for group in groups),
+        left_out=left_out,
     )
 
 
@@ -200,12 +199,6 @@ def frozen_logprobs(
             np.save(partial, known)
             os.replace(partial, file)
     return dict.fromkeys(names, known)
-
-
-def _has_differences(rollouts: Rollouts, group: np.ndarray) -> bool:
-    first = episodes_of(rollouts.take(group.tolist()))[0]
-    rewards = rollouts.require("reward")[group[first]]
-    return bool(informative(rewards, np.zeros(len(rewards), np.int64)).any())
 
 
 def _load_logprobs(file: Path, size: int) -> np.ndarray:

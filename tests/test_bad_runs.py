@@ -143,6 +143,10 @@ def test_preferences_need_rewards_that_differ(prepared, tmp_path, monkeypatch):
     run = Run(dataclasses.replace(prepared.learner, train=train), prepared.source)
     with feed_of(run, tmp_path, start=0, saved=None) as feed:
         assert re.match(r"there is no pair to prefer: .*Collect\.skip_equal", feed.get(1).reason)
+    settings = dataclasses.replace(train, advantages=PreferencePairs(margin=5))
+    run = Run(dataclasses.replace(prepared.learner, train=settings), prepared.source)
+    with feed_of(run, tmp_path, start=0, saved=None) as feed:
+        assert "differ by more than 5" in feed.get(1).reason
 
 
 def cost_file(file: Path) -> None:

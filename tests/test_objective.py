@@ -16,6 +16,7 @@ from dta_jax.objective import (
     Returns,
     Rewards,
     credited,
+    has_differences,
     make_batch,
     preference_pairs,
 )
@@ -167,6 +168,39 @@ def test_only_pairs_are_trained_on():
     assert credited(batch, how) == {}
     with pytest.raises(InputError, match="reward: expected two episodes of one group whose rewards differ"):
         make_batch(rollouts(reward=np.zeros(4, np.float32)), how)
+
+
+STEPS = np.array([0, 0, 0, 0, 0.5, 0, 0, 0], np.float32)  # the third rollout's first answer earned something
+EQUAL = np.ones(4, np.float32)
+
+
+def test_pairs_count_what_steps_earned():
+    how = Objective(Rewards(), PreferencePairs(), Aggregate("sequence_mean"))
+    batch = make_batch(rollouts(reward=EQUAL, step_reward=STEPS), how)
+    assert batch.samples.values["preference"].tolist() == [-1] * 4 + [1] * 4
+
+
+@pytest.mark.parametrize(
+    ("credit", "rewards", "changes", "expected"),
+    [
+        (PreferencePairs(), Rewards(), {}, True),
+        (PreferencePairs(margin=2.5), Rewards(), {}, True),
+        (PreferencePairs(margin=3), Rewards(), {}, False),
+        (PreferencePairs(), Rewards(clip=0.5, bias=1), {}, False),  # all are cut to 0.5
+        (PreferencePairs(), Rewards(), {"reward": EQUAL}, False),
+        (PreferencePairs(), Rewards(), {"reward": EQUAL, "step_reward": STEPS}, True),
+        (GroupNormalized(), Rewards(), {}, True),
+        (GroupNormalized(), Rewards(clip=0.5, bias=1), {}, False),
+        (GroupNormalized(), Rewards(), {"reward": EQUAL}, False),
+        (GroupNormalized(), Rewards(), {"reward": EQUAL, "step_reward": STEPS}, True),
+        (GroupNormalized(skip_equal=False), Rewards(), {"reward": EQUAL}, True),
+        (GroupNormalized(mean="batch"), Rewards(), {"reward": EQUAL}, True),
+        (Returns(), Rewards(), {"reward": EQUAL}, True),
+        (None, Rewards(), {"reward": None}, True),
+    ],
+)
+def test_groups_have_differences_after_shaping_with_steps_and_margin(credit, rewards, changes, expected):
+    assert has_differences(rollouts(**changes), Objective(rewards, credit, Aggregate())) is expected
 
 
 def test_samples_taken_are_the_entries_that_were_asked_for():

@@ -405,6 +405,7 @@ def test_groups_without_signal_are_left_out(tmp_path):
     save_rollouts(tmp_path / "r.npz", dataclasses.replace(rollouts, reward=reward))
     train = dataclasses.replace(PPO, rollouts=RecordedRollouts(str(tmp_path / "r.npz")))
     assert [set(rollouts.task_id[g]) for g in source_of(train).groups] == [{0}, {2}, {3}]
+    assert source_of(train).left_out == (1,)
     keep = dataclasses.replace(train, advantages=GroupNormalized(skip_equal=False))
     assert len(source_of(keep).groups) == 4
     save_rollouts(tmp_path / "r.npz", dataclasses.replace(rollouts, reward=np.ones_like(reward)))
