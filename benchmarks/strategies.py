@@ -76,9 +76,10 @@ def timed(cases: dict[str, Callable[[], Any]], repeat: int) -> dict[str, dict[st
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rollouts", type=Path)
+    workload = parser.add_mutually_exclusive_group(required=True)
+    workload.add_argument("--rollouts", type=Path)
+    workload.add_argument("--short-branches", action="store_true")
     parser.add_argument("--tasks", default="0-1")
-    parser.add_argument("--short-branches", action="store_true")
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--strategies", default="packed,packed+keep,branch,branch+cut_tail+order")
