@@ -240,7 +240,7 @@ class CheckpointStore:
                 raise InputError(
                     self._directory / str(step), name, expected=wanted.get(name, "none"), actual=has or "none"
                 )
-        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        here = jax.device_put(0, jax.local_devices()[0]).sharding
         if shardings is None:
             shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None) or here, like)
         else:

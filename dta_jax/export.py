@@ -57,7 +57,7 @@ def read_checkpoint(step: Path) -> tuple[Qwen3Config, Params, Mapping[str, Any]]
         if not isinstance(run.get("model"), Mapping):
             raise InputError(step, "model", expected="the model's config", actual="none")
         config = config_from_hf(run["model"], source=step / "run")
-        host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        host = jax.device_put(0, jax.local_devices(backend="cpu")[0]).sharding
         like = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=host),
             {"params": jax.eval_shape(Qwen3(config).init, jax.random.key(0))},

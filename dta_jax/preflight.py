@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import jax
 
@@ -18,6 +19,7 @@ from dta_jax.settings import HuggingFaceModel, RecordedRollouts
 from dta_jax.sinks import TENSORBOARD, WANDB, has_tensorboard
 
 Rows = Sequence[tuple[str, str]]
+_NAMED: Final = 10  # tasks that are left out
 
 
 def preflight(run: Run, out: Path, start: int) -> Rows:
@@ -74,16 +76,24 @@ def _data(run: Run) -> str:
     source, train = run.source, run.train
     if isinstance(source, RecordedSource):
         where = train.rollouts.path if isinstance(train.rollouts, RecordedRollouts) else "generated"
-        return (
+        told = (
             f"{where}: {source.rollouts.num_rollouts:,} rollouts, {len(source.groups):,} groups, "
             f"{train.batch_groups} a batch, sequences up to {source.longest:,} tokens"
         )
+        return told + _left_out(source.left_out)
     collect = source.collect
     return (
         f"{type(source.environment).__name__}, answered by {type(source.generator).__name__}: "
         f"{train.batch_groups} groups of {collect.group_size} episodes a batch, "
         f"contexts up to {run.learner.longest:,} tokens, at most {collect.max_staleness} updates old"
     )
+
+
+def _left_out(tasks: Sequence[int]) -> str:
+    if not tasks:
+        return ""
+    named = ", ".join(map(str, tasks[:_NAMED])) + (", ..." if len(tasks) > _NAMED else "")
+    return f"; left out, since their rewards do not differ enough: {len(tasks):,} groups (task {named})"
 
 
 def _sharing(run: Run) -> str:

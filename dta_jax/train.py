@@ -26,9 +26,8 @@ from dta_jax.errors import InputError, run_command
 from dta_jax.hosts import Hosts, connect, guarded
 from dta_jax.loop import run_training
 from dta_jax.metrics import read_steps
-from dta_jax.prepare import Run, prepare
+from dta_jax.prepare import prepare
 from dta_jax.profiling import ProfiledSteps
-from dta_jax.settings import LiveRollouts
 from dta_jax.terminal import one_line_warnings, print_table
 
 
@@ -59,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         out = args.out or Path("runs", f"{Path(args.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
         run = prepare(train)
         quiet = args.quiet or jax.process_index() > 0
-        if not quiet:
-            say_what_was_chosen(run)
+        if run.learner.memory is not None and not quiet:
+            print(run.learner.memory)
         steps = run_training(
             run, out, text, allow_changes=args.allow_changes, quiet=args.quiet, profile=profile
         )
@@ -70,16 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{out}: nothing to do, step {train.steps} is reached; raise Train.steps to go on")
         return
     print_table(summary(read_steps(out, steps)), f"{out}:")
-
-
-def say_what_was_chosen(run: Run) -> None:
-    """Prints the tasks that are left out, and the plan that `auto` or a memory budget led to."""
-    left_out = () if isinstance(run.source, LiveRollouts) else run.source.left_out
-    if left_out:
-        some = ", ".join(map(str, left_out[:10])) + (", ..." if len(left_out) > 10 else "")
-        print(f"tasks whose rewards do not differ enough are left out, {len(left_out)} of them: {some}")
-    if run.learner.memory is not None:
-        print(run.learner.memory)
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

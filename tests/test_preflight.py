@@ -5,16 +5,19 @@ import re
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from dta_jax.composite_losses import Sum
 from dta_jax.losses import KLPenalty, PPOClip
 from dta_jax.preflight import preflight
 from dta_jax.prepare import prepare
-from dta_jax.settings import Checkpoints, Logging, Planner
+from dta_jax.rollouts import save_rollouts
+from dta_jax.settings import Checkpoints, Logging, Planner, RecordedRollouts
+from dta_jax.synthetic import generate_rollouts
 from dta_jax.train import main, summary
 from tests.test_live import SYNCHRONOUS
-from tests.test_train import PPO, config  # noqa: F401, a fixture
+from tests.test_train import PPO, ROLLOUTS, config  # noqa: F401, a fixture
 
 
 def said(train: object, start: int = 0) -> dict[str, str]:
@@ -66,6 +69,16 @@ def test_what_is_kept_is_said():
     plan, kept = found["plan"].rsplit(", ", 1)
     assert plan == "packed+keep, chunks of 64 tokens"
     assert re.fullmatch(r"\d+ MiB of residuals kept a device", kept)
+
+
+def test_groups_without_signal_are_named(tmp_path):
+    rollouts = generate_rollouts(ROLLOUTS)
+    reward = np.where(rollouts.task_id == 1, 1.0, rollouts.trial % 2).astype(np.float32)
+    save_rollouts(tmp_path / "r.npz", dataclasses.replace(rollouts, reward=reward))
+    train = dataclasses.replace(PPO, rollouts=RecordedRollouts(str(tmp_path / "r.npz")))
+    assert said(train)["data"].endswith(
+        "left out, since their rewards do not differ enough: 1 groups (task 1)"
+    )
 
 
 def test_what_is_not_predicted_is_said():
