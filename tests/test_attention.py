@@ -7,6 +7,8 @@ from dta_jax import attention
 from dta_jax.attention import attend, attend_dense, interval_mask
 from dta_jax.trie import build_trie
 
+pytestmark = pytest.mark.optimized
+
 
 def tree_mask(trie):
     """Intervals of a whole trie run as one chunk."""

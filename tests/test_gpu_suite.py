@@ -8,6 +8,8 @@ from dta_jax import bench, gpu_suite
 from dta_jax.errors import InputError, RunError
 from dta_jax.gpu_cases import FULL, QUICK, TINY, case_names, run_case
 
+pytestmark = pytest.mark.optimized
+
 TINY_SUITE = ("--suite", "gpu", "--quick", "--any-device")
 
 

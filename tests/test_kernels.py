@@ -22,6 +22,8 @@ from dta_jax.trie import build_trie, entry_rows
 from dta_jax.types import BACK, PUSH
 from tests.trees import SHAPE, make_samples
 
+pytestmark = pytest.mark.optimized
+
 TILES = Tiles(Tile(16, 16), Tile(16, 32))
 LAYERS, LAYER, KEYS, QUERIES, SCALE = 3, 1, 64, 40, 0.2
 SEES_NOTHING = -attention.MASKED

@@ -10,6 +10,8 @@ from dta_jax.optimizer import make_optimizer
 from dta_jax.qwen3 import Qwen3, Qwen3Config
 from dta_jax.settings import AdamW
 
+pytestmark = pytest.mark.optimized
+
 SQUARE = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 BYTES = 64 * 64 * 4
 

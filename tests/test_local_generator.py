@@ -20,6 +20,8 @@ from dta_jax.types import Samples
 from tests.test_sampling import kept_logprobs
 from tests.trees import make_model
 
+pytestmark = pytest.mark.optimized
+
 VOCABULARY, ROWS, CONTEXT = 64, 4, 96
 SETTINGS = LocalSampler(rows=ROWS, max_context=CONTEXT, prefill_chunk=32, decode_steps=4)
 SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 32, "head_dim": 8, "intermediate_size": 64}

@@ -27,6 +27,8 @@ from dta_jax.sharding import MeshShape
 from dta_jax.trie import build_trie
 from dta_jax.zero import ShardedOptimizer
 
+pytestmark = pytest.mark.optimized
+
 TINY = Qwen3(Qwen3Config())
 SMALL = Qwen3Config(
     vocab_size=4096,

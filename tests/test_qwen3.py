@@ -18,6 +18,8 @@ from dta_jax.reference import dense_logits
 from dta_jax.rope import RopeScaling, frequencies, rotate
 from tests.ppo import ppo_loss
 
+pytestmark = pytest.mark.optimized
+
 GOLDEN = Path(__file__).parent / "golden"
 INIT = jax.jit(Qwen3.init, static_argnums=0)
 LOGITS = jax.jit(dense_logits, static_argnums=0)

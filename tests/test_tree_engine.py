@@ -15,6 +15,8 @@ from dta_jax.tree_engine import TreeEngine
 from dta_jax.types import BACK, PUSH, Samples
 from tests.trees import make_model, make_samples, random_samples
 
+pytestmark = pytest.mark.optimized
+
 LOSS = PPOClip(eps_low=0.2, eps_high=0.3)
 COMPILED = "/jax/core/compile/backend_compile_duration"
 

@@ -33,6 +33,8 @@ from tests.trees import (
     schedule_for,
 )
 
+pytestmark = pytest.mark.optimized
+
 LOSS = PPOClip(eps_low=0.2, eps_high=0.3)
 
 

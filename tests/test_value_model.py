@@ -32,6 +32,8 @@ from tests.trees import (
     schedule_for,
 )
 
+pytestmark = pytest.mark.optimized
+
 POLICY = Sum((PPOClip(0.2, 0.3), EntropyBonus(0.1)))
 CRITIC = ValueClip(eps=0.2, coef=0.5)
 LOSSES = {False: CRITIC, True: Sum((*POLICY.terms, CRITIC))}

@@ -14,6 +14,8 @@ from dta_jax.reference import dense_logits
 from tests.hf import peer
 from tests.ppo import ppo_loss
 
+pytestmark = pytest.mark.optimized
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e6}
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}
 LLAMA3 = {

@@ -16,6 +16,8 @@ from dta_jax.types import Samples
 from tests.mesh.runs import BIASED, LOSS, OPERATIONS, UNTIED, biased_and_shaken, plan_for, run_mesh
 from tests.trees import CAPACITY, largest_error, random_samples, run_dense, run_tree
 
+pytestmark = pytest.mark.optimized
+
 CASES = [("data=8", UNTIED), ("data=4,tensor=2", BIASED), ("data=2,tensor=4", UNTIED)]
 
 

@@ -18,6 +18,8 @@ from dta_jax.types import Samples
 from tests.mesh.runs import BIASED, LOSS, OPERATIONS, UNTIED, biased_and_shaken, plan_for, run_mesh
 from tests.trees import CAPACITY, largest_error, random_samples, run_tree
 
+pytestmark = pytest.mark.optimized
+
 KEEP = "packed+keep"
 BUCKETS = {"entry_capacity": CAPACITY, "max_operations": OPERATIONS}
 ONE_LAYER = UNTIED | {"num_hidden_layers": 1}

@@ -14,6 +14,8 @@ from dta_jax.sharding import MeshShape, place_params
 from dta_jax.tree_inputs import entry_capacity
 from dta_jax.trie import build_trie
 
+pytestmark = pytest.mark.optimized
+
 CONFIG = Qwen3Config(
     vocab_size=1024,
     hidden_size=128,
