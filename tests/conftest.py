@@ -1,7 +1,7 @@
 """Strict numerics for every test; compiled programs are cached outside the repository.
 
-Most modules compile without the compiler's optimisations, which takes half the time. Those that are marked
-`optimized`, and every command that is started as a process, compile as users' programs are.
+Most modules compile without the compiler's optimisations, which saves a quarter of their time. Those that are
+marked `optimized`, and every command that is started as a process, compile as users' programs are.
 """
 
 import gc
